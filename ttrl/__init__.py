@@ -83,8 +83,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ttrl' has no attribute {name!r}")
-    # A submodule of the same name (ttrl.launch.tune) never lies directly in this package, so
-    # nothing shadows these names.
+    # No submodule of the same name (ttrl.launch.tune) lies directly in this package, so nothing
+    # shadows these names.
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

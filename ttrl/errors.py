@@ -1,30 +1,24 @@
-"""Every exception that ttrl raises on purpose, in one tree.
+"""Define every exception ttrl raises on purpose, in one tree.
 
-TtrlError
-├── UserError (ValueError)      something given is wrong; the message says how to put it right
-│   ├── ConfigError             a config: unknown keys, wrong types, conflicts, all at once
-│   ├── TaskError               a task: no messages, a grader that cannot be called
-│   ├── ModelFolderError        a model folder: missing, incomplete, of an unsupported family
-│   ├── TokenizationError       tokens of a sample that are not known exactly
-│   │   └── TemplateRefusalError  a chat template raised an error for these messages
-│   ├── UnmovedStepError        an optimizer step that moved nothing, which leaves nothing to study
-│   ├── PackError               packed tensors that break their contract, or cannot be read
-│   └── RunFolderError          a run folder: of another config, damaged, owned elsewhere
-│       └── RunFolderInUseError   another process has it, and lives
-├── GraderError                 a grader raised, returned no number, or took too long
-├── RolloutError                a task's rollout raised, hung, or never asked the model
-│   └── RolloutLimitError       no turns or tokens are left, or the context is full
-├── ServerError (RuntimeError)  an inference server
-│   ├── RequestError            one request failed; says how, and whether another try may help
-│   ├── ServerStartError        it never became healthy; the message ends with its last log lines
-│   ├── ServerDiedError         it was healthy once and is gone
-│   └── WeightSyncError         it does not compute with the weights that it was given
-├── TrainerError (RuntimeError) a recipe process failed; the message ends with its last log lines
-│   └── TrainerDiedError        it was killed, here or elsewhere; another start may help
-├── TrainerMemoryError (MemoryError)  training does not fit; says what would save memory
-├── DriftError (ArithmeticError)     sampler and trainer compute different policies; names causes
-├── DivergedError (ArithmeticError)  losses or gradients stay non-finite although steps are skipped
-└── StorageError (OSError)      a file could not be written (disk full, no permission)
+TtrlError ├── UserError (ValueError) something given is wrong; the message says how to put it right
+│ ├── ConfigError a config: unknown keys, wrong types, conflicts, all at once │ ├── TaskError a
+task: no messages, a grader that cannot be called │ ├── ModelFolderError a model folder: missing,
+incomplete, of an unsupported family │ ├── TokenizationError inexact tokens of a sample │ │ └──
+TemplateRefusalError a chat template raised an error for these messages │ ├── UnmovedStepError an
+optimizer step moved nothing and leaves nothing to study │ ├── PackError packed tensors: against
+their contract, or unreadable │ └── RunFolderError a run folder: of another config, damaged, owned
+elsewhere │ └── RunFolderInUseError another process has it, and lives ├── GraderError a grader
+raised, returned no number, or took too long ├── RolloutError a task's rollout raised, hung, or
+never asked the model │ └── RolloutLimitError no turns or tokens are left, or the context is full
+├── ServerError (RuntimeError) an inference server │ ├── RequestError one request failed; says how,
+and whether another try may help │ ├── ServerStartError it never became healthy; the message ends
+with its last log lines │ ├── ServerDiedError it was healthy once and is gone │ └── WeightSyncError
+it does not compute with its given weights ├── TrainerError (RuntimeError) a recipe process failed;
+the message ends with its last log lines │ └── TrainerDiedError it was killed, here or elsewhere;
+another start may help ├── TrainerMemoryError (MemoryError) training does not fit; names memory
+savings ├── DriftError (ArithmeticError) sampler and trainer compute different policies; names
+causes ├── DivergedError (ArithmeticError) losses or gradients stay non-finite although steps are
+skipped └── StorageError (OSError) a file could not be written (disk full, no permission)
 """
 
 import traceback
@@ -37,19 +31,20 @@ RolloutLimit = Literal["turns", "tokens", "context", "seconds"]
 
 
 class TtrlError(Exception):
-    """The root: catch this to catch everything that ttrl raises on purpose."""
+    """Catch this root to catch everything ttrl raises on purpose."""
 
     def __str__(self) -> str:
-        """Return the message; what it quotes of a server, a model or a file acts on no terminal."""
+        """Return the message, with quotes of servers, models and files made harmless to
+        terminals."""
         return harmless(super().__str__())
 
 
 class UserError(TtrlError, ValueError):
-    """Something that was given to ttrl is wrong."""
+    """Report a mistake in something the user gave to ttrl."""
 
 
 class ConfigError(UserError):
-    """A config is wrong; `problems` lists everything that is, one line each."""
+    """Report a wrong config; `problems` lists every mistake, one line each."""
 
     def __init__(self, where: str, problems: list[str]) -> None:
         self.where = where
@@ -64,23 +59,23 @@ class ConfigError(UserError):
 
 
 class TaskError(UserError):
-    """A task cannot be sampled or graded as it is."""
+    """Report a task ttrl cannot sample or grade."""
 
 
 class ModelFolderError(UserError):
-    """A model folder is missing, incomplete or of an unsupported family."""
+    """Report a model folder: missing, incomplete or of an unsupported family."""
 
 
 class TokenizationError(UserError):
-    """The tokens of a sample are not known exactly."""
+    """Report inexact tokens of a sample."""
 
 
 class TemplateRefusalError(TokenizationError):
-    """The chat template raised an error for these messages; the message says which."""
+    """Report an error raised by the chat template; the message names the messages."""
 
 
 class UnmovedStepError(UserError):
-    """An optimizer step moved nothing. updates: how many steps its iteration has."""
+    """Report an optimizer step without effect. updates: how many steps its iteration has."""
 
     def __init__(self, message: str, updates: int = 1) -> None:
         super().__init__(message)
@@ -88,27 +83,27 @@ class UnmovedStepError(UserError):
 
 
 class PackError(UserError):
-    """Packed tensors break their contract or cannot be read."""
+    """Report packed tensors: unreadable or against their contract."""
 
 
 class RunFolderError(UserError):
-    """A run folder is locked, belongs to another config, or is damaged."""
+    """Report a run folder: locked, damaged or of another config."""
 
 
 class RunFolderInUseError(RunFolderError):
-    """Another process has a run folder, and lives."""
+    """Report a run folder in use by another living process."""
 
 
 class GraderError(TtrlError):
-    """A grader raised, returned something that is not a finite number, or took too long."""
+    """Report a grader: it raised, returned no finite number, or took too long."""
 
 
 class RolloutError(TtrlError):
-    """A task's rollout raised, took too long, or never asked the model."""
+    """Report a task's rollout: it raised, took too long, or never asked the model."""
 
 
 class RolloutLimitError(RolloutError):
-    """A rollout may not ask the model again.
+    """Refuse a rollout another request to the model.
 
     limit: "turns", "tokens" or "seconds" (the task's `RolloutLimits`; the last is `total_seconds`),
         "context" (the conversation leaves the model no room to answer).
@@ -127,10 +122,10 @@ class RequestError(ServerError):
     """One request failed.
 
     kind: "connection" (refused or broken off), "timeout" (no answer in time), "stall" (a stream
-        that stopped in its middle), "status" (the server answered with an error), "malformed" (its
+        stopped in its middle), "status" (the server answered with an error), "malformed" (its
         answer cannot be read).
-    status: the HTTP status; None where there was none.
-    retry_after: seconds that the server asks us to wait; None where it does not say.
+    status: the HTTP status; None without one.
+    retry_after: the wait in seconds, as the server asks; None if it does not say.
     """
 
     def __init__(
@@ -162,11 +157,11 @@ class ServerStartError(ServerError):
 
 
 class ServerDiedError(ServerError):
-    """A server that was healthy is gone."""
+    """Report the death of a healthy server."""
 
 
 class WeightSyncError(ServerError):
-    """A server does not compute with the weights that it was given."""
+    """Report a server without the given weights."""
 
 
 class TrainerError(TtrlError, RuntimeError):
@@ -174,7 +169,7 @@ class TrainerError(TtrlError, RuntimeError):
 
 
 class TrainerDiedError(TrainerError):
-    """A recipe process was killed, or lost the processes on other machines that it trained with."""
+    """Report a killed recipe process, or the loss of its processes on other machines."""
 
 
 class TrainerMemoryError(TtrlError, MemoryError):
@@ -182,8 +177,8 @@ class TrainerMemoryError(TtrlError, MemoryError):
 
 
 class DriftError(TtrlError, ArithmeticError):
-    """Sampler and trainer do not compute the same policy; says by how much, on which tokens, and
-    what the likely causes are.
+    """Report different policies in sampler and trainer: how far apart, on which tokens, and the
+    likely causes.
     """
 
 
@@ -194,11 +189,11 @@ class DivergedError(TtrlError, ArithmeticError):
 
 
 class StorageError(TtrlError, OSError):
-    """A file could not be written completely; what stood there before still does."""
+    """Report an incomplete write; the earlier file is still there."""
 
 
 def describe(error: BaseException) -> str:
-    """Return `TypeName: message` on one line, made `harmless`, also for exceptions whose `__str__`
+    """Return `TypeName: message` on one line, made `harmless`, even if the exception's `__str__`
     fails.
     """
     text = harmless("".join(traceback.format_exception_only(error)))
@@ -213,9 +208,7 @@ def describe(error: BaseException) -> str:
 
 
 def complaints(check: Any, where: str = "") -> list[str]:
-    """Return what a check has to say, after `where`, where it raises a UserError; [] where it does
-    not.
-    """
+    """Return the message of a check's UserError, after `where`; [] if the check passes."""
     try:
         check()
     except UserError as error:

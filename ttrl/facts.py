@@ -1,14 +1,12 @@
-"""What a run measures, as its files hold it: each figure has one name and one type, for whoever
-writes, reads or draws it.
+"""Define the figures in a run's files: one name and one type each, for writers, readers and plots.
 
 Step             a line of train.jsonl
 PhaseFacts       what a phase leaves in its marker, a class for each phase
 MetricsRow       a line of metrics.jsonl
 
-A figure that is not there is None (or UNSET where null in the file means something else than a
-missing name), and is not written. A group of figures that is not there is empty, so that
-`row.train.entropy` needs no question first. `read_facts` reads files of older and newer versions:
-what is missing, null or of another type counts as not there, and other names are ignored.
+A missing figure is None and is not written (UNSET, if null in the file has a meaning of its own). A
+missing group of figures is empty, so `row.train.entropy` always works. `read_facts` reads files of
+older and newer versions: null and other types count as missing; other names are ignored.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +43,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
-    """Return the facts that a JSON object holds, as far as they are of this kind."""
+    """Return the facts of this kind in a JSON object."""
     known: dict[str, Any] = {}
     for one in msgspec.structs.fields(kind):
         value = _without_nulls(values.get(one.name))
@@ -63,7 +61,7 @@ def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
 
 
 def parse(kind: type[T], data: bytes | str) -> T:
-    """Read JSON that is just of this kind; other names are ignored. Raises ValueError."""
+    """Read JSON of exactly this kind; other names are ignored. Raises ValueError."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:
@@ -71,26 +69,26 @@ def parse(kind: type[T], data: bytes | str) -> T:
 
 
 def part_of(kind: type[F], facts: Facts) -> F:
-    """Return those of the facts that another kind has, too."""
+    """Return the facts shared with another kind."""
     return kind(**{name: getattr(facts, name) for name in kind.__struct_fields__})
 
 
 def number(figure: Figure) -> float | None:
-    """Return a figure as a number; None where there is none."""
+    """Return a figure as a number; None if there is none."""
     if is_number(figure):
         return float(figure)
     return None
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
-    """Return a share; None where one is missing or there is no whole."""
+    """Return a share; None if a number is missing or the whole is 0."""
     if part is None or not whole:
         return None
     return part / whole
 
 
 def _facts_in(kind: Any) -> "type[Facts] | None":
-    """Return the kind of facts that a field holds; None for another field."""
+    """Return the kind of facts in a field; None for another field."""
     for one in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         if isinstance(one, type) and issubclass(one, Facts):
             return one
@@ -107,8 +105,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 class WorstPlace(Facts, omit_defaults=False):
-    """A token on which sampler and trainer differ most: where it is in the pack, and both
-    log-probabilities (None where not finite).
+    """A token with one of the largest differences: its place in the pack and both log-probabilities
+    (None if not finite).
     """
 
     row: int = 0
@@ -133,12 +131,12 @@ class Difference(Facts):
 
 
 class ComparedTokens(Difference):
-    """The difference over all tokens, with those on which it is largest."""
+    """The difference over all tokens, with the worst tokens."""
 
     version: Count = None
-    """Whose weights it was computed under, where they are not those that training starts from."""
+    """The weights it was computed under, if not those at the start of training."""
     rows: Count = None
-    """How many were looked at, where not all were."""
+    """How many were compared, if not all."""
     unknown: Count = None
     tolerance: Number = None
     by_version: dict[str, Difference] | None = None
@@ -147,18 +145,18 @@ class ComparedTokens(Difference):
 
 
 class SamplerTrainer(ComparedTokens):
-    """What the first step of an iteration says of sampler and trainer."""
+    """The first step's comparison of sampler and trainer."""
 
     own_weights: ComparedTokens | None = None
-    """In some rows, under the weights of the policy that sampled them."""
+    """In some rows, under the weights of the sampling policy."""
 
     @property
     def own(self) -> ComparedTokens:
-        """Return the difference under the sampler's own weights; empty where there is none."""
+        """Return the difference under the sampler's own weights; empty without one."""
         return self.own_weights or ComparedTokens()
 
     def without_tokens(self) -> "SamplerTrainer":
-        """Return the figures alone: the tokens themselves stay in train.jsonl."""
+        """Return the figures without the tokens; those stay in train.jsonl."""
         own = self.own_weights
         if own is not None:
             own = own.replace(worst=None)
@@ -166,14 +164,14 @@ class SamplerTrainer(ComparedTokens):
 
 
 class NestedNoise(Facts):
-    """A gradient's noise by where it comes from; estimates of one step, of which `prompts` and
-    `signal` may come out below 0.
+    """A gradient's noise by source: estimates of one step. `prompts` and `signal` may come out
+    below 0.
     """
 
     signal: float = field(default_factory=float)
     """|G|²."""
     prompts: float = field(default_factory=float)
-    """a·P: what is left of the noise with infinitely many samples of these prompts."""
+    """a·P: the noise left with infinitely many samples of these prompts."""
     samples: float = field(default_factory=float)
     """E/K."""
 
@@ -211,7 +209,7 @@ class GradientNoise(Facts):
 
 
 class StepMeans(Facts):
-    """Figures of a step that an iteration has as means over its steps."""
+    """Figures of a step; an iteration has their means over its steps."""
 
     loss: Number = None
     policy_loss: Number = None
@@ -234,7 +232,7 @@ class StepMeans(Facts):
 
 
 class StepFigures(StepMeans):
-    """Figures of a step that an iteration has, too."""
+    """Figures both a step and an iteration have."""
 
     lr: Number = None
     global_step: Count = None
@@ -247,10 +245,10 @@ class StepFigures(StepMeans):
 
 
 class Step(StepFigures):
-    """A line of train.jsonl, as far as anything but a person reads it."""
+    """A line of train.jsonl, without the parts only people read."""
 
     skipped: str | None = None
-    """Why the step was not taken."""
+    """The reason for skipping the step."""
     row_tokens: Count = None
     trained_tokens: Count = None
     flops_by_part: dict[str, float] | None = None
@@ -264,7 +262,7 @@ class TrainFigures(StepFigures):
     steps: Count = None
     skipped: Count = None
     unchanged: bool | None = None
-    """True where every weight is bit for bit what it was."""
+    """True if every weight is unchanged, bit for bit."""
 
 
 # The parts of markers and metrics
@@ -287,9 +285,7 @@ class Sync(Facts):
 
 
 class RolloutStats(Facts, omit_defaults=False):
-    """Counts and means. Means are over graded samples, and None where there is nothing to
-    average.
-    """
+    """Counts and means. Means are over graded samples; None without values."""
 
     num_tasks: int = 0
     num_samples: int = 0
@@ -299,48 +295,48 @@ class RolloutStats(Facts, omit_defaults=False):
     num_samples.
     """
     num_unfinished: int = 0
-    """Samples that a token budget cut off; they can be continued."""
+    """Samples cut off by a token budget; they can be continued."""
     num_cached: int = 0
-    """Samples whose completion came from the cache."""
+    """Samples with a completion from the cache."""
     num_turns: int = 0
     """Replies of the model in samples of rollouts."""
     num_breaks: int = 0
-    """Of these, those whose prompt does not continue an earlier turn token by token, first ones
-    left out: they are trained as sequences of their own, whose prompt is computed once more. 0
-    where the server gave no ids, by which it could be told.
+    """Replies with a prompt that does not continue an earlier turn token by token, first ones left
+    out. They are trained as sequences of their own, and their prompts computed once more. 0 if the
+    server gave no ids to tell.
     """
     mean_reward: Number = None
     metrics: dict[str, float] = {}
-    """Each metric's mean over the graded samples that have it."""
+    """Each metric's mean over the graded samples with a value."""
     prompt_tokens: int = 0
     """Every task's prompt once, however many samples it has."""
     completion_tokens: int = 0
     mean_completion_tokens: Number = None
-    """Over the samples that the server completed, graded or not."""
+    """Over the completed samples, graded or not."""
     new_prompt_tokens: int = 0
     new_completion_tokens: int = 0
-    """Tokens that were sent and sampled now: without those from the cache, and without what earlier
-    calls had sampled.
+    """Tokens sent and sampled now, without those from the cache or earlier calls.
     """
     prefix_cached_tokens: int = 0
-    """Of the new prompt tokens, those that the server's own prefix cache served."""
+    """New prompt tokens from the server's own prefix cache."""
     spend: Number = None
-    """Dollars for the new tokens; None where no prices were given."""
+    """Dollars for the new tokens; None without prices."""
     finish_reasons: dict[str, int] = {}
     exceptions: dict[str, int] = {}
-    """Why samples, graders, transforms and callbacks failed, and how often, the commonest first."""
+    """Reasons and counts of failures of samples, graders, transforms and callbacks, the commonest
+    first."""
     seconds: Number = None
-    """Wall clock of the whole call; None where the results were read from a file."""
+    """Wall clock of the whole call; None for results read from a file."""
     tokens_per_second: Number = None
-    """new_completion_tokens / seconds; None where all came from the cache."""
+    """new_completion_tokens / seconds; None if all came from the cache."""
     partial_metrics: dict[str, int] = {}
-    """How many samples have a metric that some graded samples lack: its mean is over those alone.
+    """Samples with each metric, if some graded samples lack it: its mean is over those only.
     """
     grading_seconds: Number = None
-    """That grades took, added up over samples; many run at once, and while others are sampled."""
+    """Seconds of grading, summed over samples; many run at once, during sampling too."""
 
     def only_some(self, metric: str) -> str:
-        """Return " (12 of 64 samples)" for a metric that some graded samples lack, else ""."""
+        """Return " (12 of 64 samples)" for a metric missing in some graded samples, else ""."""
         count = self.partial_metrics.get(metric)
         if count is None:
             return ""
@@ -386,7 +382,7 @@ class RolloutStats(Facts, omit_defaults=False):
 
 
 class SampledFlops(Facts):
-    """What the servers computed for a phase."""
+    """The servers' work for a phase."""
 
     prefill: float = field(default_factory=float)
     decode: float = field(default_factory=float)
@@ -395,14 +391,14 @@ class SampledFlops(Facts):
 
 
 class Staleness(Facts):
-    """Iterations between the policy that sampled a token and the newest one."""
+    """Iterations between a token's policy and the newest one."""
 
     mean: Number = None
     max: Count = None
 
 
 class Unfinished(Facts):
-    """What a token budget cut off."""
+    """The work a token budget cut off."""
 
     groups: Count = None
     samples: Count = None
@@ -418,11 +414,11 @@ class Standing(NamedTuple):
     without: int
     """Turns in a row, up to this one, without a signal."""
     score: float | None
-    """The mean of its samples; None where there never were two that could be graded."""
+    """The mean of its samples; None until two could be graded."""
 
 
 class CurriculumFigures(Facts):
-    """Where all tasks are: see `ttrl.loop.task_stream.Curriculum.measured`."""
+    """Places of all tasks: see `ttrl.loop.task_stream.Curriculum.measured`."""
 
     round: Count = None
     total: Count = None
@@ -435,7 +431,7 @@ class CurriculumFigures(Facts):
 
 
 class CurriculumFacts(CurriculumFigures):
-    """The same, with what follows from it for later iterations."""
+    """The same, with the consequences for later iterations."""
 
     turns: dict[str, Standing] = field(default_factory=lambda: {})
     """By the digest of the task."""
@@ -443,7 +439,7 @@ class CurriculumFacts(CurriculumFigures):
 
 
 class Groups(Facts, omit_defaults=False):
-    """How many groups of an iteration have something to teach, and why the others have not."""
+    """Groups of an iteration with a signal, and why the others have none."""
 
     total: int = 0
     kept: int = 0
@@ -454,19 +450,19 @@ class Groups(Facts, omit_defaults=False):
     no_signal: int = 0
     no_signal_share: float = 0.0
     low_std: int = 0
-    """Kept groups whose standard deviation is below the floor."""
+    """Kept groups with a standard deviation below the floor."""
 
 
 class AdvantageFigures(Facts):
-    """What became of the rewards of an iteration."""
+    """The treatment of an iteration's rewards."""
 
     clipped: Count = None
-    """Samples whose advantage was cut."""
+    """Samples with a clipped advantage."""
     mean_abs: Number = None
     lowest: Number = None
     highest: Number = None
     shaped_reward: Number = None
-    """The mean over all graded samples, where rewards are shaped."""
+    """The mean over all graded samples, if rewards are shaped."""
     surprise: Number = None
     """The mean, with a surprise bonus."""
     surprise_unknown: Count = None
@@ -474,43 +470,44 @@ class AdvantageFigures(Facts):
 
 
 class RolloutFigures(Facts, omit_defaults=False):
-    """What an iteration's rollouts say about learning; None where there is nothing to share."""
+    """Signs of learning in an iteration's rollouts; None if there is nothing to divide by."""
 
     truncated: Number = None
-    """Share of the completed samples that the length limit ended."""
+    """Share of the completed samples ended by the length limit."""
     truncated_reward: Number = None
-    """Mean reward of these, as far as they were graded."""
+    """Mean reward of these, if graded."""
     ended_reward: Number = None
-    """Mean reward of those that ended by themselves."""
+    """Mean reward of the samples with an end of their own."""
     stopped_early: Number = None
-    """Share of the completed samples that `early_stop` ended; None in a run without one."""
+    """Share of the completed samples ended by `early_stop`; None in a run without one."""
     empty: Number = None
     """Share of the completed samples without any text or token."""
     grader_failures: Count = None
-    """Samples whose grader failed (of the failed ones)."""
+    """Samples with a failed grader (of the failed ones)."""
     repeated: Number = None
-    """Share of the graded samples whose completion another sample of their group wrote before."""
+    """Share of the graded samples with a completion written before by another sample of their
+    group."""
     repeated_groups: Number = None
-    """Share of the groups (of two or more) whose samples are all the same completion."""
+    """Share of the groups (of two or more) with one completion in all samples."""
     stuck_groups: Number = None
-    """The same, of groups whose reward is below the highest of the iteration: no sample finds a
-    better one.
+    """The same, of groups with a reward below the iteration's highest: no sample finds a better
+    one.
     """
     commonest: Number = None
-    """Share of the graded samples that wrote the commonest completion of the iteration."""
+    """Share of the graded samples with the iteration's commonest completion."""
     commonest_tasks: Number = None
-    """Share of the tasks in which that was written at all."""
+    """Share of the tasks with that completion."""
     length_correlation: Number = None
-    """Of reward and length, within groups (both less their group's mean): what advantages see. None
-    where neither or only one of them varies.
+    """Correlation of reward and length within groups (both less their group's mean), as advantages
+    see it. None if neither or only one varies.
     """
     mean_length: Number = None
-    """Tokens of the completed samples (characters where there are no tokens), as `max_length`."""
+    """Tokens of the completed samples (characters, if there are no tokens), as `max_length`."""
     max_length: Count = None
 
 
 class PackFigures(Facts):
-    """The rows that an iteration is trained on."""
+    """The training rows of an iteration."""
 
     advantages: AdvantageFigures = AdvantageFigures()
     rows: Count = None
@@ -527,7 +524,7 @@ class PackFigures(Facts):
 
 
 class PhaseFacts(Facts):
-    """What a finished phase says of itself in its marker."""
+    """A finished phase's facts in its marker."""
 
     phase: ClassVar[str]
 
@@ -539,7 +536,7 @@ class PrepareFacts(PhaseFacts):
 
 
 class SampledFacts(PhaseFacts):
-    """A phase that samples."""
+    """A sampling phase."""
 
     seconds: Number = None
     sync_seconds: Number = None
@@ -551,7 +548,7 @@ class SampledFacts(PhaseFacts):
 class RolloutsFacts(SampledFacts):
     phase = "rollouts"
     tasks_taken: Count = None
-    """Of the stream, by this iteration and those before it."""
+    """Of the stream, up to this iteration."""
     extra_tasks: Count = None
     dropped_groups: Count = None
     new_completion_tokens: Count = None
@@ -559,11 +556,11 @@ class RolloutsFacts(SampledFacts):
     unfinished: Unfinished | None = None
     curriculum: CurriculumFacts | None = None
     sessions: Count = None
-    """Of `ttrl proxy`, in this iteration and those before it."""
+    """Of `ttrl proxy`, up to this iteration."""
     left_out: Count = None
-    """Samples of a run that its replay does not grade again."""
+    """Samples of a run not graded again by its replay."""
     source: str | None = None
-    """The SHA-256 of the rollouts that a replay grades again."""
+    """The SHA-256 of the rollouts graded again by a replay."""
 
 
 class PackFacts(PackFigures, PhaseFacts):
@@ -577,11 +574,11 @@ class TrainFacts(PhaseFacts):
     phase = "train"
     seconds: Number = None
     trained: bool | None = None
-    """False where no group had a signal."""
+    """False if no group had a signal."""
     steps: list[dict[str, Any]] = []
     """The lines of train.jsonl."""
     saved: bool | None = None
-    """False where checkpoint and state were not written (`save_every`)."""
+    """False if checkpoint and state were not written (`save_every`)."""
     save_seconds: Number = None
 
     def taken(self) -> list[Step]:
@@ -606,10 +603,10 @@ class ValidateFacts(SampledFacts):
 
 
 class ConfigChange(Facts, omit_defaults=False):
-    """A line of config_history.jsonl: what a start changed."""
+    """A line of config_history.jsonl: the changes of a start."""
 
     iteration: int = 0
-    """The first with these settings."""
+    """The first iteration with these settings."""
     time: float = 0.0
     changes: dict[str, list[Any]] = {}
     """Before and now, by the names of settings."""
@@ -619,7 +616,7 @@ class ConfigChange(Facts, omit_defaults=False):
 
 
 class PhaseSeconds(Facts):
-    """Seconds of an iteration's phases; phases that overlap count in full."""
+    """Seconds of an iteration's phases; overlapping phases count in full."""
 
     prepare: Number = None
     sample: Number = None
@@ -631,19 +628,19 @@ class PhaseSeconds(Facts):
     """Of the whole iteration."""
 
     def by_phase(self) -> dict[str, float]:
-        """Return the seconds of each phase that is there, without their total."""
+        """Return the seconds of each phase present, without their total."""
         values: dict[str, float] = msgspec.to_builtins(self)
         values.pop("total", None)
         return values
 
     @property
     def unnamed(self) -> float:
-        """Return what none of the phases took."""
+        """Return the time outside of all phases."""
         return max(0.0, (self.total or 0.0) - sum(self.by_phase().values()))
 
 
 class Flops(Facts):
-    """What an iteration's FLOPs are spent on; `total`, and `cumulated` over the run."""
+    """An iteration's FLOPs by purpose; `total`, and `cumulated` over the run."""
 
     prefill: Number = None
     decode: Number = None
@@ -657,7 +654,7 @@ class Flops(Facts):
 
     @property
     def before_gradient(self) -> float | None:
-        """Return what the passes before the gradient took, of policy and reference."""
+        """Return the FLOPs of the passes before the gradient, of policy and reference."""
         if self.prepass is None and self.reference is None:
             return None
         return (self.prepass or 0.0) + (self.reference or 0.0)
@@ -674,23 +671,23 @@ class ServerFigures(Facts):
 
 
 class GpuUse(Facts):
-    """What a GPU was used for, as far as it says so."""
+    """A GPU's utilisation, as far as it reports it."""
 
     busy: Number = None
-    """Share of the time in which any kernel ran."""
+    """Share of the time with a kernel running."""
     watts: Number = None
     memory: Number = None
     """Bytes."""
 
 
 class PhaseUse(Facts):
-    """What the machine was used for, while a run did one thing."""
+    """The machine's utilisation during one phase of a run."""
 
     seconds: Number = None
     cpu: Number = None
-    """Share of all cores that worked."""
+    """Share of all cores at work."""
     memory: Number = None
-    """The most bytes that were in use."""
+    """The most bytes in use."""
     gpu_busy: Number = None
     watts: Number = None
     """Of all GPUs together."""
@@ -698,7 +695,7 @@ class PhaseUse(Facts):
 
 
 class MachineUse(Facts):
-    """What the machine was used for, by what the run did."""
+    """The machine's utilisation, by the run's phase."""
 
     sample: PhaseUse = PhaseUse()
     train: PhaseUse = PhaseUse()
@@ -708,7 +705,7 @@ class MachineUse(Facts):
 
 
 class MetricsRow(Facts):
-    """A line of metrics.jsonl: what an iteration learned, and what it cost."""
+    """A line of metrics.jsonl: an iteration's learning and its cost."""
 
     iteration: int
     seconds: PhaseSeconds = PhaseSeconds()
@@ -750,12 +747,12 @@ class MetricsRow(Facts):
 
     @property
     def compared(self) -> SamplerTrainer:
-        """Return how far sampler and trainer are apart; empty where they were not compared."""
+        """Return the drift between sampler and trainer; empty if they were not compared."""
         return self.sampler_trainer or SamplerTrainer()
 
     def by_name(self, separator: str = ".") -> dict[str, Any]:
-        """Return all values by flat names, "train.entropy", without figures by weights version,
-        whose names differ in each iteration.
+        """Return all values by flat names, "train.entropy", without figures by weights version:
+        their names differ in each iteration.
         """
         compared = self.compared.replace(by_version=None)
         row = self.replace(sampler_trainer=compared)
@@ -775,14 +772,14 @@ class MetricsRow(Facts):
 
 
 Pick: TypeAlias = Callable[[MetricsRow], Figure]
-"""Which figure of a row is meant: `lambda row: row.train.entropy`."""
+"""Name a figure of a row: `lambda row: row.train.entropy`."""
 
 
 def metric(name: str) -> Pick:
-    """Return what picks the reward, or a metric over an iteration's samples."""
+    """Return a function to pick the reward, or a metric over an iteration's samples."""
     return lambda row: row.metric(name)
 
 
 def held_out(name: str) -> Pick:
-    """Return what picks the held-out reward, or a metric over held-out samples."""
+    """Return a function to pick the held-out reward, or a metric over held-out samples."""
     return lambda row: row.held_out(name)

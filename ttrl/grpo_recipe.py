@@ -13,7 +13,7 @@ pass and the same on all ranks; so accumulation, microbatches and ranks only cha
 With the same inputs, seed, threads and one process, the result is the same bit for bit. The
 settings: `ttrl.configs.GRPOConfig`. With `follow` the process stays up and trains one iteration
 after the other, with the same result (`ttrl.training.resident`). Without a pack, nothing is
-trained: the model, which lies in output_dir/checkpoint, gets its canary.
+trained: the model in output_dir/checkpoint gets its canary.
 
 Has run on CPU with one process and with two over gloo, and on one GPU (tests/gpu: the same updates
 to 1e-5; `cpu_offload` ran, and was not compared); on several: never.
@@ -50,8 +50,8 @@ logger = logging.getLogger("ttrl.grpo_recipe")
 
 
 def train_iteration(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
-    """Train one iteration. `residence`: what this process kept of the iteration before, and keeps
-    for the next one.
+    """Train one iteration. `residence`: this process's state from the iteration before, and for the
+    next one.
     """
     if not config.packed:
         return (make_canary if config.kept is None else write_kept)(config, here, residence)
@@ -67,13 +67,12 @@ def train_iteration(config: GRPOConfig, here: Ranks, residence: Residence | None
         packed = replayed(packed, trained.policy, config)
         watch = Stopwatch(here.device)
         log = TrainLog(config, trained.policy, here, watch)
-        # What it had on the device is gone with it.
+        # Its objects on the device are gone with it.
         steps = take_steps(config, trained, packed, here, watch, log)
 
         with watch.part("checkpoint", on_cpu=True):
             canary = canary_of(trained.policy, config.model, here, config.checkpoint_dtype)
-            # Servers may have it while it is written; what they can't have that way is written in
-            # any case.
+            # Servers may fetch it during the write; the rest is written in any case.
             is_out = residence is not None and residence.hand_over(
                 config, trained, canary, log.compared
             )
@@ -186,7 +185,7 @@ def write_files(config: GRPOConfig, trained: Trained, here: Ranks, canary: dict[
 
 
 def write_kept(config: GRPOConfig, here: Ranks, residence: Residence | None) -> None:
-    """Write what an earlier iteration left in memory alone, from where it is."""
+    """Write an earlier iteration's weights and state from memory, their only copy."""
     assert residence is not None
     trained = residence.enter(config, computes=False)
     assert residence.canary is not None  # servers were told of it
@@ -195,7 +194,7 @@ def write_kept(config: GRPOConfig, here: Ranks, residence: Residence | None) -> 
 
 
 def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) -> None:
-    """Make the canary of what training starts from, which stays loaded in a `residence`."""
+    """Make the canary of the starting model; it stays loaded in a `residence`."""
     with memory_advice(config, CANARY_LENGTH):
         if residence is None:
             trained = load_trained(config, here)
@@ -207,7 +206,7 @@ def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) ->
 
 
 def run(raw: DictConfig) -> int:
-    """Run the recipe on one config, or on all configs that appear in a folder."""
+    """Run the recipe on one config, or on each new config of a folder."""
     if raw.get("follow") is None:
         return run_recipe(GRPOConfig, train_iteration, raw)
     return follow_requests(train_iteration, raw)

@@ -1,32 +1,29 @@
-"""Confidence intervals of held-out results, and paired differences: plain Python, from the
+"""Compute confidence intervals of held-out results, and paired differences: plain Python, from the
 published formulas.
 
-A task is drawn from many that might have been asked, and its k samples say how the model does on
-that task; so tasks, not samples, are what an evaluation has many of. Samples of one task resemble
-each other: an interval that took them for independent would be too narrow by up to √k (Miller 2024,
-"Adding error bars to evals", arXiv 2411.00640, section 2.2). Therefore:
+A task is drawn from many possible ones, and its k samples estimate the model's result on that task;
+so an evaluation's sample size is its tasks, not its samples. Samples of one task are correlated: an
+interval for independent samples would be too narrow by up to √k (Miller 2024, "Adding error bars to
+evals", arXiv 2411.00640, section 2.2). Therefore:
 
-- one sample a task, right or wrong: Wilson's score interval (1927), which keeps its level near 0
-  and 1 and for few tasks;
-- k samples, or partial credit, within [0, 1]: the variance of the mean is told from the tasks'
-  means (so that samples of a task may resemble each other as they like), as if there were one task
-  more, which varies as much as any could: few tasks do not prove that none is different. It is that
-  of n_eff = p (1 − p) / variance independent answers. Wilson's interval of p and n_eff, with t's
-  quantile for tasks − 1 degrees of freedom instead of the normal one, is the "modified Wilson"
-  interval of surveys (SAS, SURVEYFREQ; Korn & Graubard 1998, "Confidence intervals for proportions
-  with small expected number of positive counts estimated from survey data", adjust the exact
-  interval so; the task more is ours). Student's t on the tasks' means is symmetric: near 0 and 1,
-  and for few tasks, it ends too soon on the far side. Simulated (4 to 100 tasks, 4 and 16 samples,
-  tasks' chances from beta distributions with means of 0.5 to 0.99 and correlations of 0.05 to 0.9),
-  it covered the truth in 0.94 of the cases on the average and in 0.80 at worst, the interval here
-  in 0.97 and 0.85; in the middle it is as wide. The worst cases have rare tasks that always fail:
-  who draws none of them cannot know.
-- where all tasks have the same mean, the variance seems to be 0. Of all variables within [0, 1]
-  with mean p, the one that is 0 or 1 varies most, so there Wilson's interval with one count a task
-  is the careful answer.
+- one sample a task, right or wrong: Wilson's score interval (1927). It keeps its level near 0 and 1
+  and for few tasks;
+- k samples, or partial credit, within [0, 1]: the variance of the mean comes from the tasks' means
+  (any correlation within a task is allowed), with one more task of the largest possible variance:
+  few tasks do not prove all alike. It equals the variance of n_eff = p (1 − p) / variance
+  independent answers. Wilson's interval of p and n_eff, with t's quantile for tasks − 1 degrees of
+  freedom instead of the normal one, is the "modified Wilson" interval of surveys (SAS, SURVEYFREQ;
+  Korn & Graubard 1998, "Confidence intervals for proportions with small expected number of positive
+  counts estimated from survey data", adjust the exact interval so; the additional task is ours).
+  Student's t on the tasks' means is symmetric: near 0 and 1, and for few tasks, it is too short on
+  the far side. Simulated (4 to 100 tasks, 4 and 16 samples, tasks' chances from beta distributions
+  with means of 0.5 to 0.99 and correlations of 0.05 to 0.9), it covered the truth in 0.94 of the
+  cases on average and in 0.80 at worst, the interval here in 0.97 and 0.85; in the middle it is as
+  wide. The worst cases have rare tasks with certain failure: a draw without them cannot show it.
+- equal means of all tasks: the variance seems to be 0. Of all variables within [0, 1] with mean p,
+  one of only 0 and 1 varies most, so Wilson's interval with one count a task is the careful answer.
 - rewards beyond [0, 1]: Student's t on the tasks' means. A bootstrap over tasks has the same aim,
-  is narrower than it should be for few tasks (it lacks t's correction), and gives another answer
-  each time.
+  is too narrow for few tasks (it lacks t's correction), and gives another answer each time.
 """
 
 import math
@@ -44,8 +41,8 @@ are exact to 1e-12.
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its interval. None where there is too little to tell: no task, or a single one
-    with partial credit.
+    """A mean with its interval. None if there is too little data: no task, or a single one with
+    partial credit.
     """
 
     mean: float | None
@@ -63,8 +60,8 @@ def wilson(right: float, count: float, confidence: float = 0.95) -> tuple[float,
 
 
 def _score_interval(share: float, count: float, critical: float) -> tuple[float, float]:
-    """Return the shares from which `share` of `count` independent answers is no more than
-    `critical` standard deviations away.
+    """Return the shares for which `share` of `count` independent answers is no more than `critical`
+    standard deviations away.
     """
     spread = critical * critical / count
     middle = (share + spread / 2) / (1 + spread)
@@ -89,7 +86,7 @@ def _interval_of_shares(
     between = statistics.variance(means) if count > 1 else 0.0
     if between <= 1e-24:
         return *wilson(mean * count, count, confidence), "Wilson, one count a task"
-    # Of one task; with one more that varies most.
+    # Of one task; plus one more of the largest variance.
     variance = ((count - 1) * between + mean * (1 - mean)) / count
     effective = count * mean * (1 - mean) / variance
     # Independent ones vary most evenly.
@@ -101,9 +98,9 @@ def _interval_of_shares(
 
 
 def pooled(tasks: Iterable[Hashable], values: Iterable[Sequence[T]]) -> list[list[T]]:
-    """Join the values of equal tasks, in the order in which tasks come first.
+    """Join the values of equal tasks, in the order of first appearance.
 
-    A task that is asked twice resembles itself: taken for two, it makes an interval too narrow.
+    A task asked twice is no new task: counted as two, it makes an interval too narrow.
     """
     found: dict[Hashable, list[T]] = {}
     for task, own in zip(tasks, values, strict=True):
@@ -136,9 +133,9 @@ def _are_shares(groups: Sequence[Sequence[float]]) -> bool:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return the chance that one of `k` samples drawn without replacement from `samples`, of which
-    `right` are right, is right: the unbiased estimate of pass@k (Chen et al. 2021, arXiv
-    2107.03374, equation 1), as a product that never overflows.
+    """Return the unbiased estimate of pass@k: the chance of a right one among `k` draws without
+    replacement from `samples`, `right` of them right (Chen et al. 2021, arXiv 2107.03374, equation
+    1), as a product without overflow.
 
     1 − C(n − c, k) / C(n, k) = 1 − Π_{i = n−c+1}^{n} (1 − k / i). Needs samples >= k >= 1.
     """
@@ -193,8 +190,8 @@ def t_quantile(level: float, degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two models on the same tasks: second minus first, with its interval and how likely chance
-    alone does as much.
+    """Two models on the same tasks: second minus first, with its interval and the probability of as
+    much by chance.
     """
 
     mean: float
@@ -207,14 +204,14 @@ class Difference:
     method: str
     num_tasks: int
     better: int
-    """Tasks on which the second does better."""
+    """Tasks with a better result of the second."""
     worse: int
 
     def verdict(self, confidence: float) -> Literal["better", "worse", "no difference"]:
-        """Return what interval and test say of the second where they agree.
+        """Return the verdict of interval and test on the second, if they agree.
 
-        "no difference": none was seen, there may be one. With few tasks, the interval may leave 0
-        out although chance does as much more often than 1 - confidence.
+        "no difference": none was seen, there may be one. With few tasks, the interval may exclude 0
+        although chance does as much more often than 1 - confidence.
         """
         if self.low <= 0 <= self.high or self.p_value > 1 - confidence:
             return "no difference"
@@ -226,19 +223,19 @@ class Difference:
 def paired_difference(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], confidence: float = 0.95
 ) -> Difference | None:
-    """Return the mean difference over tasks (of each task's mean), second minus first; both are in
-    the order of the same tasks.
+    """Return the mean difference over tasks (of each task's mean), second minus first; both in the
+    order of the same tasks.
 
-    Pairing removes what both find hard alike, so it tells smaller differences than two intervals
-    side by side. One sample a task, right or wrong, in both: Newcombe's interval for paired shares
-    (1998, method 10) and McNemar's exact test. Else, within [0, 1]: Newcombe's way to pair two
-    intervals (MOVER, Zou & Donner 2008), with each model's interval of `estimate_mean` and the
-    correlation of the tasks' means, and the paired t test. Student's t on the differences is not
-    valid there: where few tasks differ it sees little or no variance (simulated for 5 to 100 tasks,
-    means of 0.5 to 0.97, it covered the truth in 0.88 of the cases and in 0.18 at worst, this one
-    in 0.96 and 0.81). Interval and p value come from different methods: they may disagree where it
-    is close. Beyond [0, 1]: Student's t. None where no task has a value in both, or a single one
-    has partial credit.
+    Pairing removes common difficulty, so it detects smaller differences than two intervals side by
+    side. One sample a task, right or wrong, in both: Newcombe's interval for paired shares (1998,
+    method 10) and McNemar's exact test. Else, within [0, 1]: Newcombe's way to pair two intervals
+    (MOVER, Zou & Donner 2008), with each model's interval of `estimate_mean` and the correlation of
+    the tasks' means, and the paired t test. Student's t on the differences is not valid there: if
+    few tasks differ it sees little or no variance (simulated for 5 to 100 tasks, means of 0.5 to
+    0.97, it covered the truth in 0.88 of the cases and in 0.18 at worst, this one in 0.96 and
+    0.81). Interval and p value come from different methods: they may disagree in close cases.
+    Beyond [0, 1]: Student's t. None if no task has a value in both, or a single one has partial
+    credit.
     """
     pairs = [(list(a), list(b)) for a, b in zip(first, second, strict=True) if a and b]
     if not pairs:
@@ -289,22 +286,21 @@ def paired_difference(
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two means with its interval; None where it cannot be told."""
+    """A ratio of two means with its interval; None if undetermined."""
 
     value: float | None
-    """None where the denominator's mean is not above 0."""
+    """None if the denominator's mean is not above 0."""
     low: float | None
     high: float | None
-    """Infinite where the denominator may be 0."""
+    """Infinite if the denominator may be 0."""
 
 
 def ratio_of_means(
     numerators: Sequence[float], denominators: Sequence[float], confidence: float = 0.95
 ) -> Ratio:
-    """Return mean(numerators)/mean(denominators), paired, and Fieller's interval (1954): all ρ for
-    which the mean of numerator - ρ·denominator is within t standard errors of 0. Unlike a symmetric
-    one it says so where the denominator may be 0. Meant for ratios that are not negative, to which
-    the interval is cut.
+    """Return mean(numerators)/mean(denominators), paired, and Fieller's interval (1954): all ρ with
+    the mean of numerator - ρ·denominator within t standard errors of 0. Unlike a symmetric one, it
+    shows a denominator's possible 0. Meant for non-negative ratios; the interval is cut to them.
     """
     count = len(numerators)
     if not count:
@@ -337,9 +333,9 @@ def difference_over_seeds(
 
     With one seed on a side, `paired_difference` over the tasks' means: nothing is known of other
     seeds. Else the variances add up: of the tasks' differences (over all seeds), and of each side's
-    seeds (over all tasks), as if the draws of tasks and seeds were independent; what belongs to
-    single tasks of single seeds, their sampling above all, is counted in both, so that the interval
-    is rather too wide. Student's t with Satterthwaite's degrees of freedom (1946, "An approximate
+    seeds (over all tasks), as if the draws of tasks and seeds were independent; the variance of
+    single tasks with single seeds, mostly from sampling, is counted in both, so the interval is
+    rather too wide. Student's t with Satterthwaite's degrees of freedom (1946, "An approximate
     distribution of estimates of variance components"), rounded down.
     """
     tasks = [k for k in range(len(first[0])) if all(run[k] for run in (*first, *second))]

@@ -1,4 +1,4 @@
-"""Chat messages as the OpenAI API defines them: text in parts, and fields without a value.
+"""Read chat messages of the OpenAI API: text in parts, and fields without a value.
 
 Two habits of data sets meet here. Multimodal ones write a text as a list of parts,
 `[{"type": "text", "text": "Hi"}]`. Files in Arrow's types (parquet, `datasets`) give each object
@@ -6,12 +6,12 @@ the fields of all others in its column and fill them with null, as deep as objec
 
 A null therefore counts as a missing field, with three exceptions:
 
-- the `content` of a message: an assistant that only calls tools says `"content": null`;
+- the `content` of a message: an assistant with only tool calls says `"content": null`;
 - elements of lists, such as `"enum": ["a", null]`, because Arrow adds none;
-- `default` and `const` in a JSON schema whose own type allows null.
+- `default` and `const` in a JSON schema, if its own type allows null.
 
-Arguments of a tool call lose their nulls too, as nothing tells a null that was meant from one that
-Arrow added. To keep one, write the arguments as JSON text, as the API does.
+Arguments of a tool call lose their nulls too, as an intended null looks like one of Arrow's. To
+keep one, write the arguments as JSON text, as the API does.
 """
 
 import json
@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 from ttrl.text import short
 
 Message: TypeAlias = dict[str, Any]
-"""A chat message as the OpenAI API has it: "role", "content", "tool_calls" and whatever else a chat
-template reads.
+"""A chat message as the OpenAI API has it: "role", "content", "tool_calls" and other fields for a
+chat template.
 """
 Tool: TypeAlias = dict[str, Any]
 """A tool as the OpenAI API has it: {"type": "function", "function": …}."""
@@ -34,7 +34,7 @@ TEXT_FIELDS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""The types of parts that vLLM reads as text, and the field that holds it."""
+"""The types of parts vLLM reads as text, and the field of the text."""
 
 
 def without_nulls(value: Any) -> Any:
@@ -50,7 +50,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _allows_null(schema: Mapping[Any, Any]) -> bool:
-    """Tell whether a JSON schema says that a value may be null."""
+    """Tell whether a JSON schema allows a null value."""
     kind = schema.get("type")
     if kind == "null" or schema.get("nullable") is True:
         return True
@@ -96,7 +96,7 @@ def _with_argument_text(call: Any) -> Any:
 
 
 def part_that_is_no_text(content: Any) -> str | None:
-    """Describe the first part of a message's content that is no text; None where all of it is."""
+    """Describe the first part of a message's content other than text; None if all of it is text."""
     if content is None or isinstance(content, str):
         return None
     if not isinstance(content, list | tuple):
@@ -116,7 +116,7 @@ def part_that_is_no_text(content: Any) -> str | None:
 
 
 def texts_of(content: Any) -> list[str]:
-    """Return the texts of a message's content, one for each part that has one."""
+    """Return the texts of a message's content, one for each part with text."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list | tuple):
@@ -131,13 +131,14 @@ def texts_of(content: Any) -> list[str]:
 
 
 def text_of(content: Any) -> str:
-    """Return a message's content as one text. Parts are joined by newlines, as vLLM joins them for
-    chat templates that read no parts."""
+    """Return a message's content as one text. Newlines join the parts, as in vLLM for chat
+    templates without parts."""
     return "\n".join(texts_of(content))
 
 
 def with_text_added(message: Mapping[str, Any], text: str) -> Message:
-    """Return a message whose content ends with another text: a part of its own after parts."""
+    """Return a message with another text at the end of its content: a part of its own after
+    parts."""
     content = message.get("content")
     if isinstance(content, list):
         return {**message, "content": [*content, {"type": "text", "text": text}]}

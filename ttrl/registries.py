@@ -1,13 +1,14 @@
-"""The names that configs and command lines may use: objectives, task families, loggers.
+"""List the names for configs and command lines: objectives, task families, loggers.
 
-Each name has an entry, a small object that describes the code and loads none of it. ttrl's own
+Each name has an entry, a small object; it describes the code and loads none of it. ttrl's own
 entries are in the tables below. Another package adds its entries in its pyproject.toml:
 
     [project.entry-points."ttrl.objectives"]
     mine = "my_package.entries:MINE"    # a ttrl.Objective
 
 The groups are `ttrl.objectives`, `ttrl.tasks` and `ttrl.loggers` (docs/how-to/register.md). ttrl
-loads an entry of another package when a run uses its name, so a broken package harms no other run.
+loads an entry of another package only for a run with its name, so a broken package harms no other
+run.
 """
 
 import functools
@@ -30,49 +31,47 @@ class Objective:
 
     loss: str
     """module:function. It returns the loss of each token [N], and facts about each by name
-    (`ttrl.training.objective.losses`). Its parameters name what it is given: `logprobs_N`,
+    (`ttrl.training.objective.losses`). Its parameters name its inputs: `logprobs_N`,
     `old_logprobs_N`, `advantages_N`, `samples_N`, `chosen_N`, and any of `settings`. With
     `samples_N`, all trained tokens of a sample are in the same call.
     """
     settings: tuple[str, ...] = ()
-    """The settings of the policy loss that `loss` and `choose` take; others are refused."""
+    """The settings of the policy loss for `loss` and `choose`; others are refused."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """By setting, the value that null stands for: of `settings`, and `aggregation` of the run."""
+    """The meaning of null, by setting: of `settings`, and `aggregation` of the run."""
     choose: str | None = None
     """module:function. It chooses tokens of a whole optimizer step, bool [N], before the step; the
     loss takes them as `chosen_N`. Its parameters: `logprobs_N`, `old_logprobs_N`, `advantages_N`,
     `keys_N`, `seed`, and any of `settings` (`ttrl.training.objective.covariance`).
     """
     from_second_update: bool = False
-    """Whether it differs from other objectives from an iteration's second update on only, where
-    the policy has moved.
+    """Whether it differs from other objectives only from an iteration's second update on, when the
+    policy has moved.
     """
 
 
 @dataclass(frozen=True)
 class TaskFamily:
-    """Tasks that have a name, such as for `ttrl eval`."""
+    """Named tasks, such as for `ttrl eval`."""
 
     tasks: str
-    """module:function, which takes (split, n, seed) and options by name, and returns tasks. It has
-    an argument `path` if it loads data.
+    """module:function. It takes (split, n, seed) and options by name, and returns tasks. It has an
+    argument `path` if it loads data.
     """
     score: str = "reward"
-    """What counts as right: the metric whose mean is called the accuracy, or "reward"."""
+    """The metric of correctness: its mean is called the accuracy; or "reward"."""
     split: str = "validation"
-    """Where nobody names one."""
+    """The default."""
     data: str | None = None
-    """None: generated, no data needed; else the data set on the hub, or "" where there is none that
-    could be taken by default.
+    """None: generated, no data needed; else the data set on the hub, or "" without a default.
     """
     options: Mapping[str, Any] = field(default_factory=dict)
     """Given to the function."""
     example: str = ""
-    """One of the names of which this family has many: NAME in FAMILY:NAME, the function's first
-    argument.
+    """An example of this family's many names: NAME in FAMILY:NAME, the function's first argument.
     """
     draws: bool = False
-    """Whether `n` tasks are made of what `path` holds; otherwise all of it is loaded."""
+    """Whether `n` tasks are made from the data at `path`; otherwise all of it is loaded."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +83,15 @@ class Logger:
     arguments of the entry in `loggers`, and makes an object with `log_dict` and `close`.
     """
     needs: str | None = None
-    """The package that it needs besides those that are installed with it."""
+    """The package it needs beyond the installed ones."""
     arguments: tuple[str, ...] | None = None
     """The names of its arguments; None: any."""
 
 
 @functools.cache
 def _registered(group: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of a group by plain name. `path`, for the cache, is where they are
-    looked for.
-    """
+    """Return the entry points of a group by plain name. `path`, for the cache, is the search
+    path."""
     found: dict[str, list[EntryPoint]] = {}
     for one in importlib.metadata.entry_points(group=group):
         found.setdefault(_plain(one.name), []).append(one)
@@ -101,7 +99,7 @@ def _registered(group: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]
 
 
 def _plain(name: str) -> str:
-    """Return a name in which dashes are underscores."""
+    """Return a name with underscores for dashes."""
     return name.replace("-", "_")
 
 
@@ -166,7 +164,7 @@ def _package(one: EntryPoint) -> str:
 
 
 def load(target: str) -> Any:
-    """Return what an entry names as module:name. Raises UserError."""
+    """Return the object an entry names as module:name. Raises UserError."""
     try:
         return pkgutil.resolve_name(target)
     except Exception as error:

@@ -5,11 +5,11 @@ ttrl/sft_recipe --config FILE`.
         →  output_dir/checkpoint, [output_dir/state,] output_dir/train.jsonl
 
 The same rows, policy, head and checkpoints as `ttrl.grpo_recipe`; the loss is the mean -log π over
-the trained tokens of a step, which are what the assistant wrote in all its turns, end-of-turn
-tokens included. Where a chat template rewrites earlier turns once the conversation continues, those
-are trained in sequences of their own (`tokenize_chat_turns` in ttrl.data.chat.templates). It ends
-after a number of steps, or where it has taken a number of FLOPs. With its state saved, a run in
-pieces is the same as a whole one, bit for bit. The settings: `ttrl.configs.SFTConfig`.
+the trained tokens of a step: the assistant's turns, end-of-turn tokens included. If a chat template
+rewrites earlier turns once the conversation continues, those are trained in sequences of their own
+(`tokenize_chat_turns` in ttrl.data.chat.templates). It ends after a number of steps, or a number of
+FLOPs. With its state saved, a run in pieces is the same as a whole one, bit for bit. The settings:
+`ttrl.configs.SFTConfig`.
 
 Has run on CPU with one process and with two over gloo, and on one GPU; on several: never.
 """
@@ -111,8 +111,8 @@ def packs(
     done: int = 0,
 ) -> Iterator[tuple[PackedTensors, int]]:
     """Yield the rows of each step after the first `done`, until `steps` or `flops` are used up, and
-    how many there will be (with `flops`, about). Raises ConfigError where `flops` is not enough for
-    a step.
+    how many there will be (with `flops`, about). Raises ConfigError if `flops` is not enough for a
+    step.
     """
     spent = 0.0
     for number, batch in enumerate(itertools.islice(batches(examples, config), done, None)):
@@ -141,8 +141,8 @@ def packs(
 def accumulate_gradients(
     policy: Policy, update: Update, config: SFTConfig, here: Ranks, watch: Stopwatch
 ) -> tuple[dict[str, float], str | None]:
-    """Add the step's gradient to the parameters. Returns sums over the ranks, and where this rank's
-    first loss is not finite.
+    """Add the step's gradient to the parameters. Returns sums over the ranks, and the place of this
+    rank's first loss that is not finite.
     """
     sums = Sums()
     finite = Finite()
@@ -169,11 +169,11 @@ def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
 
 
 def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
-    """Return all conversations that fit into a row as token sequences, and the id to pad with.
+    """Return all conversations short enough for a row as token sequences, and the id to pad with.
     Raises ConfigError if there are none, or a line is not a conversation; ModelFolderError if the
     tokenizer cannot be loaded.
     """
-    # Says what is wrong with a folder; the tokenizer would ask the hub for it.
+    # Names the faults of a folder; the tokenizer would ask the hub for it.
     hf_config = read_config(config.model, config.decoder)
     if hf_config.tie_word_embeddings:
         check_head(base_folder(config))
@@ -230,9 +230,9 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
 def conversation(
     tokenizer: Any, messages: list[Any], tools: list[Any] | None, place: str
 ) -> list[TokenizedResult]:
-    """Return the token sequences in which all the assistant's turns are trained, each once. Turns
-    that cannot be trained are logged. Raises TokenizationError, with the place, where none can be,
-    or the last message is not the assistant's.
+    """Return token sequences to train all the assistant's turns, each once. Turns with inexact
+    tokens are logged. Raises TokenizationError, with the place, if none can be trained, or the last
+    message is not the assistant's.
     """
     if not messages or messages[-1].get("role") != "assistant":
         raise TokenizationError(
@@ -252,9 +252,7 @@ def conversation(
 
 
 def batches(examples: list[TokenizedResult], config: SFTConfig) -> Iterator[list[TokenizedResult]]:
-    """Yield batches without end: one epoch after the other, each in an order that depends on (seed,
-    epoch) alone.
-    """
+    """Yield batches without end: epoch after epoch, each in an order by (seed, epoch) only."""
     pending: list[TokenizedResult] = []
     epoch = 0
     while True:

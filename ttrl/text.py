@@ -60,7 +60,7 @@ def si(value: float, space: str = "") -> str:
 
 
 def si_spaced(value: float) -> str:
-    """Write a count so that a unit may follow it: "950 ", "12.3 k"."""
+    """Write a count for a unit to follow: "950 ", "12.3 k"."""
     return si(value, " ")
 
 
@@ -108,14 +108,14 @@ def short(value: object, most: int = 200) -> str:
     return text[: most - 3] + "..."
 
 
-# What acts on a terminal (escapes, C1 codes, a carriage return, turns of the writing direction),
-# and what UTF-8 does not have.
+# Characters with an effect on a terminal (escapes, C1 codes, a carriage return, turns of the
+# writing direction), and those outside UTF-8.
 _ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def harmless(text: str) -> str:
-    """Write what a terminal would obey, in words of a model, a server or a file, as it is written
-    in code: \\x1b[2J. Newlines and tabs stay."""
+    """Write terminal control characters in words of a model, a server or a file as in code:
+    \x1b[2J. Newlines and tabs stay."""
     return _ACTS.sub(
         lambda found: (
             f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}"

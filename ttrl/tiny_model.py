@@ -1,8 +1,8 @@
-"""A tiny random model in Hugging Face layout, made on the spot: for the quickstart, for tests, and
-for trying ttrl without a hub.
+"""Make a tiny random model in Hugging Face layout: for the quickstart, for tests, and for trying
+ttrl without a hub.
 
-Qwen2-shaped, with a tokenizer that has one token per byte (a byte-level BPE without merges, which
-loads the same through every tokenizer class) and a chat template of one special token per role.
+Qwen2-shaped, with a tokenizer of one token per byte (a byte-level BPE without merges, loading the
+same through every tokenizer class) and a chat template of one special token per role.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ def make_tiny_model(
 ) -> Path:
     """Write a randomly initialised model and its tokenizer to `folder`, atomically; returns the
     folder. `width` is the hidden size, `context` the longest sequence in tokens. The weights depend
-    on `seed` alone.
+    only on `seed`.
     """
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

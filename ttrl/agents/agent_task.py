@@ -1,6 +1,4 @@
-"""Tasks whose rollout is somebody else's agent: a coroutine function that is told where the model
-is, or a program.
-"""
+"""Make tasks of external agents: a coroutine function or a program, pointed at ttrl's endpoint."""
 
 import asyncio
 import inspect
@@ -25,7 +23,7 @@ from ttrl.text import short
 
 TASK_VARIABLE = "TTRL_AGENT_TASK"
 _PAUSE = 0.05
-"""Seconds between looks at a program."""
+"""Seconds between polls of a program."""
 
 AgentFunction: TypeAlias = "Callable[[Session], Awaitable[GraderOutput | None]]"
 Agent: TypeAlias = "AgentFunction | Sequence[str]"
@@ -42,8 +40,7 @@ def agent_task(
     beside: "Mapping[str, str | Endpoint] | None" = None,
     at_once: int | None = None,
 ) -> Task:
-    """Make a task of an agent that talks to an OpenAI-compatible endpoint: all that it asks the
-    model is trained as a rollout.
+    """Return a task for an agent of an OpenAI-compatible endpoint; its requests are the rollout.
 
         async def agent(session):
             client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
@@ -51,27 +48,23 @@ def agent_task(
 
         agent_task(agent, grader, messages="Find the fault in main.py.")
 
-    agent: `async def agent(session)`, which may return the reward, (reward, metrics) or None; or a
-        command, which finds the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and
-        {"id", "sample", "messages"} in the file that TTRL_AGENT_TASK names. It is ended, with all
-        that it started, when its sample is over.
-    grader: is asked where neither the agent returned a reward nor one was posted to
-        `session.reward_url`. It is given the last choice, whose `messages` are the conversation up
-        to there. A command without one posts its reward itself, to "reward_url" with "reward_key"
-        of the file.
-    messages: what the agent is to do, `session.messages`; a string is a user's message. They, or
-        `id`, tell tasks apart.
-    limits: as of rollouts; `seconds` is how long the agent may work without asking the model.
-    ignore: parameters of the agent's requests to leave out where they would be refused, such as
-        "temperature".
-    beside: other models that the agent may ask at the same endpoint, by their names: the addresses
-        of their servers (the key is OPENAI_API_KEY's), or `ttrl.records.Endpoint`. They are passed
-        on as they are, and not trained.
-    at_once: of a command: how many of them run at the same time, those of all tasks with the same
-        number together; None: four for each core. Others wait for their turn, which
-        `limits.seconds` does not count.
+    agent: `async def agent(session)`, returning the reward, (reward, metrics) or None; or a
+        command. A command finds the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL,
+        and {"id", "sample", "messages"} in the file named by TTRL_AGENT_TASK. It is stopped with
+        all its processes at the end of its sample.
+    grader: asked if the agent returned no reward and none was posted to `session.reward_url`. It
+        gets the last choice; `choice.messages` is the conversation so far. Without a grader, a
+        command posts its reward to "reward_url" with "reward_key" of the file.
+    messages: the agent's instructions, `session.messages`; a string is a user message. Messages
+        or `id` distinguish tasks.
+    limits: limits of the rollout; `seconds` limits the agent's time between requests to the model.
+    ignore: request parameters to drop instead of refusing, such as "temperature".
+    beside: other models at the same endpoint, by name: server addresses (with OPENAI_API_KEY as
+        key) or `ttrl.records.Endpoint`. Their requests are forwarded unchanged and not trained.
+    at_once: concurrent commands, counted over all tasks with the same number; None: four per core.
+        Waiting for a turn does not count towards `limits.seconds`.
 
-    Raises TaskError for an agent that is neither.
+    Raises TaskError for an agent of any other type.
     """
     is_command = (
         isinstance(agent, Sequence)
@@ -94,7 +87,7 @@ def agent_task(
         raise TaskError(f"at_once is {at_once!r}; give a number of programs of at least 1, or None")
     others = dict(beside or {})
     for name, server in others.items():
-        transport_for(server)  # raises for what is none
+        transport_for(server)  # raises if it is no server
         if name == MODEL:
             raise TaskError(
                 f"beside names a model {MODEL!r}, which is the policy's own name; give it another"
@@ -111,7 +104,7 @@ def agent_task(
 
 @dataclass(frozen=True)
 class _AgentRollout:
-    """Runs the agent once, in a session of its own."""
+    """Run the agent once, in its own session."""
 
     agent: "Agent"
     ignore: frozenset[str]
@@ -119,7 +112,7 @@ class _AgentRollout:
     posts_reward: bool
     at_once: int | None
     only_evaluates: str = ""
-    """Why its tasks are not to be trained on; empty for those that are."""
+    """Why its tasks cannot be trained on; empty if they can."""
 
     async def __call__(self, chat: Chat) -> "GraderOutput | None":
         if callable(self.agent):
@@ -139,18 +132,17 @@ class _AgentRollout:
             listener.add(session)
             try:
                 output = await self._run(session, place)
-            # Of the agent's own code, any kind; nothing is swallowed but for a reward that was
-            # posted.
+            # The agent's code may raise anything; only a posted reward swallows an error.
             except Exception:
                 if (
                     session.failure is None
                     and session.limit is not None
                     and session.reward is not None
                 ):
-                    return session.reward  # it was rewarded before it went on to its limit
+                    return session.reward  # rewarded before reaching its limit
                 cause = session.failure or session.limit
                 if cause is not None:
-                    raise cause from None  # what the agent's client made of it says less
+                    raise cause from None  # the client's own error says less
                 raise
         if session.failure is not None:
             raise session.failure
@@ -183,7 +175,7 @@ _of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, async
 
 
 def turns(at_once: int | None = None) -> asyncio.Semaphore:
-    """Return what lets so many programs run at the same time."""
+    """Return the semaphore for `at_once` concurrent programs."""
     count = at_once or 4 * (os.cpu_count() or 1)
     return _of_loops.setdefault(asyncio.get_running_loop(), {}).setdefault(
         count, asyncio.Semaphore(count)
@@ -193,7 +185,7 @@ def turns(at_once: int | None = None) -> asyncio.Semaphore:
 async def _run_command(
     command: Sequence[str], session: Session, place: str, posts_reward: bool
 ) -> None:
-    """Run a program to its end. Raises RolloutError where it fails."""
+    """Run a program to its end. Raises RolloutError if it fails."""
     with tempfile.TemporaryDirectory(prefix="ttrl-agent-") as folder:
         task = Path(folder, "task.json")
         given = {"id": session.task_id, "sample": session.sample, "messages": session.messages}
@@ -220,6 +212,6 @@ async def _run_command(
 
 
 async def end(child: ChildProcess, starting: "asyncio.Task[ChildProcess]") -> None:
-    """End a program that may still be starting."""
+    """Stop a program, even during its start."""
     await asyncio.wait([starting])
     await asyncio.to_thread(child.stop, 2.0)

@@ -1,16 +1,15 @@
-"""Plays tasks of packages that pin what ttrl cannot have: run by path, by a Python that has the
-package and need not have ttrl.
+"""Play tasks of packages with conflicting pins, in a Python with the package and without ttrl.
 
     python -P worker.py '{"package": "verifiers", "do": "list", …}'  → a JSON line for each task
-    python -P worker.py '{"package": "inspect_ai", "do": "play", …}' → the reward is posted, as
-        agents of ttrl do
+    python -P worker.py '{"package": "inspect_ai", "do": "play", …}' → posts the reward, like any
+        agent of ttrl
 
-Each package plays its tasks itself, and asks ttrl's endpoint for the model. What fails there ends
-this process with a status.
+Each package plays its tasks itself and asks ttrl's endpoint for the model. A failure ends this
+process with a nonzero status.
 
-verifiers (`Env.run_episode`): only where the program of a harness runs differs. verifiers would
-have uv install its dependencies, all of which this Python has. inspect_ai (`eval`, of one sample):
-the task's solver, sandbox, limits and scorers.
+verifiers (`Env.run_episode`): the harness program runs in this Python, with its dependencies
+installed; verifiers would have uv install them. inspect_ai (`eval` of one sample): the task's
+solver, sandbox, limits and scorers.
 """
 
 import asyncio
@@ -69,7 +68,7 @@ def list_verifiers(order: dict[str, Any]) -> None:
 
 
 async def play_verifiers(order: dict[str, Any]) -> dict[str, Any]:
-    """Play a task; return {"reward", "metrics"}. Raises RuntimeError for an episode that failed."""
+    """Play a task; return {"reward", "metrics"}. Raises RuntimeError for a failed episode."""
     from verifiers.v1 import EvalClientConfig, ModelContext
     from verifiers.v1.types import SamplingConfig
 
@@ -117,7 +116,7 @@ async def play_verifiers(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def use_this_python() -> None:
-    """Have the program of chat harnesses run by this Python, which has all that it depends on."""
+    """Run the program of chat harnesses in this Python, with its dependencies installed."""
     from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
@@ -144,7 +143,7 @@ def use_this_python() -> None:
 
 
 def load_task(order: dict[str, Any]) -> Any:
-    """Return the one task that is named."""
+    """Return the named task."""
     from inspect_ai._eval.loader import load_tasks
 
     found = load_tasks([order["id"]], order["options"])
@@ -174,7 +173,7 @@ def list_inspect(order: dict[str, Any]) -> None:
 
 
 def play_inspect(order: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run one sample; return {"reward", "metrics"}. Raises RuntimeError where it failed."""
+    """Run one sample; return {"reward", "metrics"}. Raises RuntimeError if it failed."""
     from inspect_ai import eval as evaluate
     from inspect_ai.model import get_model
 
@@ -238,7 +237,7 @@ def number(value: Any, what: str) -> float:
     return found
 
 
-# Both
+# Both packages
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: what it asks, and how it is answered, whole or as a stream."""
+"""Parse requests to POST /v1/chat/completions; answer them whole or as a stream."""
 
 import secrets
 import time
@@ -18,8 +18,8 @@ _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")
 
 
 def read(body: Mapping[str, Any]) -> Asked:
-    """Return what is asked: the messages without fields that are null, as clients send what they
-    were sent. Raises UserError.
+    """Parse a request. Drop null fields of messages: clients send replies back with them. Raises
+    UserError.
     """
     given = body.get("messages")
     if (
@@ -43,7 +43,7 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 
 def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Response:
-    """Return a completion, or the stream of one, as the API has it."""
+    """Return a completion or its stream, in the API's format."""
     reason = finish_reason(choice)
     if body.get("logprobs") and choice.logprobs is not None:
         logprobs = choice.logprobs.model_dump(mode="json")
@@ -52,7 +52,7 @@ def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Respon
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": MODEL}
     if not body.get("stream"):
         one = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        if body.get("return_token_ids"):  # as vLLM has them
+        if body.get("return_token_ids"):  # as in vLLM
             head = {**head, "prompt_token_ids": choice.prompt_token_ids}
             one = {**one, "token_ids": choice.token_ids}
         return web.json_response(
@@ -72,5 +72,5 @@ def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Respon
 
 
 def finish_reason(choice: Any) -> str:
-    """Return why the reply ended, in words that the API knows."""
+    """Return the finish reason, in the API's terms."""
     return choice.finish_reason if choice.finish_reason in _FINISH_REASONS else "stop"

@@ -1,6 +1,4 @@
-"""POST /v1/completions: a prompt as text or token ids, which the model goes on with as it is; no
-chat template is used.
-"""
+"""Answer POST /v1/completions: continue a prompt of text or token ids, without a chat template."""
 
 import secrets
 import time
@@ -21,7 +19,7 @@ NEUTRAL: dict[str, Any] = {"best_of": 1, "echo": False, "suffix": ""}
 
 
 def read(body: Mapping[str, Any]) -> Asked:
-    """Return what is asked. Raises UserError for several prompts: each is a request of its own."""
+    """Parse a request. Raises UserError for several prompts: send one request for each."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -48,7 +46,7 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 
 def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Response:
-    """Return a completion, or the stream of one, as the API has it."""
+    """Return a completion or its stream, in the API's format."""
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",
         "object": "text_completion",
@@ -69,7 +67,7 @@ def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Respon
         "logprobs": logprobs,
         "finish_reason": finish_reason(choice),
     }
-    if body.get("return_token_ids"):  # as vLLM has them
+    if body.get("return_token_ids"):  # as in vLLM
         one |= {"prompt_token_ids": choice.prompt_token_ids, "token_ids": choice.token_ids}
     if not body.get("stream"):
         return web.json_response({**head, "choices": [one], "usage": choice.usage})

@@ -1,9 +1,8 @@
-"""Packages that live in a Python of their own, since they pin what ttrl cannot have: asked there
-which tasks they have.
+"""List and play tasks of packages in another Python, since their pins conflict with ttrl's.
 
 The worker (`ttrl.agents.agent_worker`) is run by path and imports the package, not ttrl. `{"do":
-"list", …}` has it write a JSON line for each task; `{"do": "play", …}` plays one, as the program of
-an `agent_task`.
+"list", …}` writes a JSON line for each task; `{"do": "play", …}` plays one, as the program of an
+`agent_task`.
 """
 
 import functools
@@ -22,15 +21,15 @@ from ttrl.system.processes import ChildProcess, without_secrets
 from ttrl.text import harmless
 
 _SECONDS = 600.0
-"""Of a listing."""
+"""Limit of a listing."""
 _LAST_ERROR = re.compile(r"^(?=[\w.]+(?:Error|Exception|Exit)\b)", re.MULTILINE)
 
 
 def worker_program(package: str, python: str | None) -> list[str]:
-    """Return the worker's command: by the Python that is given, or TTRL_PACKAGE_PYTHON of the
-    environment, or this one.
+    """Return the worker's command: by the given Python, or the one in the environment variable
+    TTRL_PACKAGE_PYTHON, or this one.
 
-    -P, as the worker's folder has files that are named like libraries.
+    -P keeps the worker's folder off the path: some of its files are named like libraries.
     """
     return [
         python or os.environ.get(variable(package)) or sys.executable,
@@ -40,19 +39,19 @@ def worker_program(package: str, python: str | None) -> list[str]:
 
 
 def playing(program: Sequence[str], order: Mapping[str, Any], **row: Any) -> list[str]:
-    """Return the command that plays one task."""
+    """Return the command to play one task."""
     return [*program, json.dumps({**order, **row, "do": "play", "task_variable": TASK_VARIABLE})]
 
 
 def variable(package: str) -> str:
-    """Return the name of the environment variable that names a package's Python."""
+    """Return the name of the environment variable for a package's Python."""
     return f"TTRL_{package.upper()}_PYTHON"
 
 
 def list_rows(program: Sequence[str], order: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return what the worker lists; asked once in this process. Raises TaskError."""
+    """Return the worker's listing, cached for this process. Raises TaskError."""
     text = _listed(tuple(program), json.dumps(order), name)
-    # Others print what they like.
+    # Packages may print to stdout as well.
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"idx": ')]
 
 

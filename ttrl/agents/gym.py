@@ -1,9 +1,8 @@
-"""Environments with Gymnasium's interface (`reset`, `step`) that speak text: games, as rollouts.
-Gymnasium itself is not needed.
+"""Play text environments with Gymnasium's interface (`reset`, `step`) as rollouts. Gymnasium itself
+is not needed.
 
-What the environment shows is a user's message, what the model answers is an action, and the rewards
-of all steps are added up. Every sample of a task begins in the same state, by the same seed, since
-a group's rewards are compared with each other.
+An observation is a user message, a reply is an action, and the reward is the sum over all steps.
+All samples of a task start from the same state and seed, so rewards within a group are comparable.
 """
 
 import asyncio
@@ -23,9 +22,7 @@ MakeEnvironment: TypeAlias = Callable[[], Any]
 
 
 def tagged_or_last_line(text: str) -> str:
-    """Return what a reply gives as its action: what stands in its last `<answer>` tags, or its last
-    line, after any thinking.
-    """
+    """Return the action in a reply's last `<answer>` tags, or its last line, after any thinking."""
     text = after_thinking(text)
     place = find_tagged(text)
     return (text[place[0] : place[1]] if place is not None else last_line(text)).strip()
@@ -43,20 +40,20 @@ def gym_tasks(
     options: Mapping[str, Any] | None = None,
     limits: RolloutLimits | None = None,
 ) -> list[Task]:
-    """Return `n` tasks of an environment, which begin as the seeds first_seed, first_seed + 1, …
-    say.
+    """Return `n` tasks of an environment, with the seeds first_seed, first_seed + 1, …
 
-    make: makes one, `lambda: gymnasium.make("…")`; each sample has its own, which is closed at its
-        end.
-    prompt: the rules, and how to give an action; the first observation follows.
+    make: makes one environment, `lambda: gymnasium.make("…")`. Each sample has its own and closes
+        it at the end.
+    prompt: the rules and the format of an action; the first observation follows.
     name: of the environment; tasks are called NAME/SEED.
-    action: makes an action of a reply. A ValueError of it is told to the model, which may try
-        again; that is a turn, too.
-    observe: makes a text of an observation. options: for `reset`.
-    limits: a game that reaches them has the rewards that it got so far.
+    action: makes an action of a reply. The model is told of a ValueError and may try again; that
+        counts as a turn.
+    observe: makes a text of an observation.
+    options: for `reset`.
+    limits: at a limit, a game keeps its rewards so far.
 
-    The reward is the sum of the steps'; metrics: `steps`, `invalid` (replies that were no action),
-    `ended` (the game was over). Raises TaskError for what is no environment.
+    The reward is the sum over steps; metrics: `steps`, `invalid` (replies without a valid action),
+    `ended` (the game was over). Raises TaskError for anything but an environment.
     """
     if type(n) is not int or n < 1 or not name or not prompt:
         raise TaskError(
@@ -87,16 +84,12 @@ def gym_tasks(
 
 
 class NoAction(ValueError):  # noqa: N818 - what a model wrote is no error of ours
-    """Says why an environment does not take an action: raised by its `step`, it is told to the
-    model.
-    """
+    """Report an invalid action: raise it in `step` to tell the model why."""
 
 
 @dataclass(frozen=True)
 class Game:
-    """Plays an environment whose methods are Gymnasium's, or coroutine functions that give the
-    same.
-    """
+    """Play an environment with Gymnasium's methods, plain or as coroutine functions."""
 
     name: str
     seed: int
@@ -105,7 +98,7 @@ class Game:
     options: Mapping[str, Any] | None = None
 
     async def play(self, chat: Chat, environment: Any) -> tuple[float, dict[str, float]]:
-        """Return the rewards' sum, and metrics."""
+        """Return the sum of the rewards, and metrics."""
         observation, _ = self._parts(
             await _called(environment.reset, seed=self.seed, options=self.options), 2
         )
@@ -162,9 +155,7 @@ class Game:
 
 @dataclass(frozen=True)
 class GymRollout:
-    """Plays one game in an environment of its own. Its calls run in threads, one after the
-    other.
-    """
+    """Play one game in its own environment, with its calls in threads, one at a time."""
 
     make: MakeEnvironment
     game: Game
@@ -178,14 +169,12 @@ class GymRollout:
 
 
 def show(chat: Chat, text: str) -> None:
-    """Add what an environment shows at first to the task's last message."""
+    """Add the first observation to the task's last message."""
     chat.messages[-1] = with_text_added(chat.messages[-1], f"\n\n{text}")
 
 
 def seeds(split: str, n: int, seed: int) -> range:
-    """Return `n` seeds of games: those of "train" are decided by `seed`, those of other splits are
-    always the same.
-    """
+    """Return `n` seeds of games: "train" draws them by `seed`, other splits are fixed."""
     digest = hashlib.sha256(f"{split} {seed if split == 'train' else ''}".encode()).digest()
     first = int.from_bytes(digest[:4], "big") >> 2
     return range(first, first + n)

@@ -1,10 +1,10 @@
-"""Tasks of inspect_ai (UK AISI, MIT; read: 0.3.285) in `ttrl eval`, run by inspect itself behind an
-endpoint of ours.
+"""Run tasks of inspect_ai (UK AISI, MIT; read: 0.3.285) in `ttrl eval`, by inspect itself behind
+our endpoint.
 
-Its packages pin what ttrl may not be able to have, so it may live in a Python of its own:
-`python=`, or TTRL_INSPECT_AI_PYTHON. A sample is a process of it (`ttrl.agents.agent_worker`).
-Models that a task asks beside (graders) are the policy, as inspect has it where no role is given,
-so training refuses these tasks.
+Its pins may conflict with ttrl's, so it may need its own Python: `python=`, or
+TTRL_INSPECT_AI_PYTHON. A sample is a process of it (`ttrl.agents.agent_worker`). Any other model of
+a task (a grader) is the policy, inspect's default without a role. Training therefore refuses these
+tasks.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ def get_inspect_tasks(
 ) -> list[Task]:
     """Return the first `n` samples of a task, `n` None: all.
 
-    name: "PACKAGE/TASK" of a package that is installed there, or "FILE.py:TASK", or "FILE.py" with
-        one task.
-    python: of the environment in which inspect_ai is installed. options: the task's parameters.
-    ignore: of requests, as in `agent_task`: a task that sets a temperature needs ["temperature"].
-    limits: `turns` and `tokens` are inspect's, so that it scores what reaches them.
+    name: "PACKAGE/TASK" of an installed package, "FILE.py:TASK", or "FILE.py" with one task.
+    python: Python of the environment with inspect_ai.
+    options: the task's parameters.
+    ignore: of requests, as in `agent_task`; a task with its own temperature needs ["temperature"].
+    limits: inspect applies `turns` and `tokens` itself, so it scores truncated samples.
 
     The reward is the first score, as inspect counts it (C 1, P 0.5, I and N 0); metrics: all
-    scores, and `stopped` (a limit). Raises TaskError where inspect_ai or the task is missing.
+    scores, and `stopped` (a limit). Raises TaskError if inspect_ai or the task is missing.
     """
     check_name("split", split, ("test",), f"inspect_ai:{name}")
     if n is not None:

@@ -1,11 +1,11 @@
-"""An address at which sessions are reached over HTTP, told apart by their keys.
+"""Serve sessions over HTTP at one address, told apart by their keys.
 
-Nothing is done without a key, and whatever goes wrong is said in the API's words, such that
-OpenAI's clients do not ask again. A request whose client is gone is cancelled, up to the server:
-nobody acted on its answer. When it is left, nothing stays behind.
+Every request needs a key. Errors use the API's format and keep OpenAI's clients from retrying. A
+request from a disconnected client is cancelled up to the server: its reply had no effect. Closing
+leaves nothing running.
 
-It costs a request 0.4 to 0.6 ms of CPU beyond what `await chat(…)` costs (tools/bench_rollouts.py
---fake, on two busy cores).
+A request costs 0.4 to 0.6 ms of CPU more than `await chat(…)` (tools/bench_rollouts.py --fake, on
+two busy cores).
 """
 
 import asyncio
@@ -26,8 +26,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Listener:
-    """Serves sessions while it is entered. `own`: further routes with keys of their own, (method,
-    path, handler, key).
+    """Serve sessions while entered. `own`: further routes with their own keys, (method, path,
+    handler, key).
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Listener:
         own: Sequence[tuple[str, str, Handler, str]] = (),
     ) -> None:
         self.root = ""
-        """Its address, once it listens."""
+        """Address, once listening."""
         self._host = host
         self._port = port
         self._own = own
         self._agents: dict[bytes, Session] = {}
         self._rewarders: dict[bytes, Session] = {}
-        """By digests of the keys: how long a look-up takes says nothing of a key."""
+        """By digests of the keys, so the time of a lookup reveals nothing about a key."""
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> Self:
@@ -87,7 +87,7 @@ class Listener:
         await asyncio.shield(self._runner.cleanup())
 
     def add(self, session: Session) -> None:
-        """Let a session be reached."""
+        """Add a session."""
         session.base_url = f"{self.root}/v1"
         session.reward_url = f"{self.root}/sessions/{session.id}/reward"
         self._agents[_digest(session.api_key)] = self._rewarders[_digest(session.reward_key)] = (
@@ -95,7 +95,7 @@ class Listener:
         )
 
     async def remove(self, session: Session) -> None:
-        """End a session: its requests are ended, its keys forgotten."""
+        """End a session: cancel its requests and forget its keys."""
         del self._agents[_digest(session.api_key)], self._rewarders[_digest(session.reward_key)]
         await session.close()
 
@@ -141,7 +141,7 @@ def _digest(key: str) -> bytes:
 
 @web.middleware
 async def _explained(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Say whatever goes wrong in the API's words."""
+    """Report any error in the API's format."""
     try:
         return await handler(request)
     except RolloutLimitError as error:

@@ -1,12 +1,11 @@
-"""Servers of the Model Context Protocol (pip install 'ttrl[mcp]'): their tools in a rollout.
+"""Offer the tools of Model Context Protocol servers in a rollout (pip install 'ttrl[mcp]').
 
-Each rollout has connections, and processes, of its own, so that what one sample does to a server is
-not seen by another. They are closed with it; a server that was started ends with all its processes,
-also if ttrl is killed. It is given none of our environment but what the SDK takes for safe (PATH,
-HOME, …): keys that it needs are named.
+Each rollout has its own connections and processes, isolated from other samples. They close with it.
+A started server ends with all its processes, even if ttrl is killed. Its environment holds only the
+SDK's safe variables (PATH, HOME, …); name any keys it needs.
 
-What a tool says is told to the model, its errors as well. A server that cannot be started, dies, or
-breaks the protocol fails the sample. How long it may take is the rollout's limit of `seconds`.
+The model sees a tool's output, errors included. A server that cannot be started, dies or breaks the
+protocol fails the sample. A tool's time limit is the rollout's `seconds`.
 """
 
 import asyncio
@@ -28,24 +27,25 @@ from ttrl.tasks.task import Chat
 from ttrl.text import short
 
 LONGEST_MESSAGE = 4 * 2**20
-"""Bytes of a message of a server that was started. Over HTTP the SDK has limits of its own."""
+"""Bytes of a message from a started server. Over HTTP the SDK has its own limits."""
 _PAGES = 100
-# JSON-RPC's invalid params (an unknown tool, too) and unknown method.
+# JSON-RPC codes for invalid params (unknown tools, too) and an unknown method.
 _CALLERS_FAULT = (-32602, -32601)
-# What OpenAI's API and chat templates do not take in a function's name.
+# Characters refused in function names by OpenAI's API and chat templates.
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
 @dataclass(frozen=True)
 class McpServer:
-    """Says where a server is, and which of its tools the model may call. Raises TaskError.
+    """Describe a server and the tools offered to the model. Raises TaskError.
 
-    where: its address (Streamable HTTP), "http://127.0.0.1:8000/mcp", or the command that starts
-        it, ["python", "server.py"].
-    env: further variables of the command's environment. headers: of requests to the address.
-    only: names of tools to offer; None: all. prefix: put before their names, where two servers name
-        one alike.
-    most_characters: of what a tool says, more is cut off.
+    where: its address (Streamable HTTP), "http://127.0.0.1:8000/mcp", or its command, ["python",
+        "server.py"].
+    env: further variables of the command's environment.
+    headers: of requests to the address.
+    only: names of tools to offer; None: all.
+    prefix: prepended to their names, for servers with equal names.
+    most_characters: limit of a tool's output; the rest is cut off.
     """
 
     where: str | Sequence[str]
@@ -80,7 +80,7 @@ class McpServer:
 
 
 class McpRollout:
-    """Lets the model call the servers' tools until it calls none; the task's grader is asked then.
+    """Let the model call the servers' tools until it calls none; then ask the task's grader.
 
         Task(messages, grader, rollout=McpRollout(McpServer(["python", "server.py"])))
 
@@ -98,10 +98,9 @@ class McpRollout:
 
 @contextlib.asynccontextmanager
 async def mcp_tools(chat: Chat, *servers: McpServer) -> AsyncIterator[Tools]:
-    """Connect to servers for a rollout, all that it needs at once; yield their tools.
+    """Connect a rollout to all its servers at once; yield their tools.
 
-    Those that are commands take turns with the programs of other rollouts (four for each core).
-    Raises RolloutError.
+    Commands take turns with the programs of other rollouts (four per core). Raises RolloutError.
     """
     place = f"task {chat.task_id!r}, sample {chat.sample}"
     async with contextlib.AsyncExitStack() as stack:
@@ -120,9 +119,8 @@ async def mcp_tools(chat: Chat, *servers: McpServer) -> AsyncIterator[Tools]:
 
 
 class _Connection:
-    """Talks to one server, from an asyncio task of its own: the SDK's scopes of cancellation do not
-    meet those of the rollout, and closing goes on where a rollout that is cancelled cannot wait for
-    it.
+    """Talk to one server from a separate asyncio task. This keeps the SDK's cancel scopes apart
+    from the rollout's, and lets closing finish if the rollout is cancelled.
     """
 
     def __init__(self, server: McpServer, place: str) -> None:
@@ -131,7 +129,7 @@ class _Connection:
         self._leave = asyncio.Event()
         self._child: ChildProcess | None = None
         self._log = ""
-        """What a server that was started had written when it ended."""
+        """Output of a started server at its end."""
 
     async def __aenter__(self) -> "_Connection":
         self._entered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -153,7 +151,7 @@ class _Connection:
         self._leave.set()
         await asyncio.wait([self._task])
         if not self._task.cancelled():
-            # Seen; the rollout was told of what matters by a call that failed.
+            # Retrieve the exception; a failed call already reported it to the rollout.
             self._task.exception()
 
     async def _stay(self) -> None:
@@ -178,8 +176,8 @@ class _Connection:
 
     @contextlib.asynccontextmanager
     async def _started(self, command: Sequence[str]) -> AsyncIterator[tuple[Any, Any]]:
-        """Start a server; yield what it says and what it is told, as the SDK's transports do, which
-        lets processes outlive us.
+        """Start a server; yield its output and input streams, like the SDK's. Those of the SDK
+        let processes outlive ttrl.
         """
         import anyio
         from mcp.client.stdio import get_default_environment
@@ -202,7 +200,7 @@ class _Connection:
             told, taken = anyio.create_memory_object_stream[Any](0)
 
             async def read() -> None:
-                # Beyond the limit.
+                # ValueError: a line over the limit.
                 with contextlib.suppress(
                     anyio.BrokenResourceError, anyio.ClosedResourceError, ValueError
                 ):
@@ -216,7 +214,7 @@ class _Connection:
                         jsonrpc_message_adapter.validate_json(line, by_name=False)
                     )
                 except ValueError as error:
-                    return error  # the SDK passes it over, as it does with its own transports
+                    return error  # the SDK skips it, as with its own transports
 
             async def write() -> None:
                 with contextlib.suppress(OSError):
@@ -240,7 +238,7 @@ class _Connection:
             starting = asyncio.create_task(asyncio.to_thread(child.start))
             starting.add_done_callback(started)
             tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
-            try:  # nothing is awaited between the start and here
+            try:  # no await between the start and here
                 await asyncio.shield(starting)
                 yield said, told
             finally:
@@ -255,8 +253,8 @@ class _Connection:
                 await asyncio.shield(end(child, starting))
 
     async def add_to(self, tools: Tools) -> None:
-        """Add the server's tools to those of the rollout. Raises RolloutError; TaskError for names
-        that do not fit.
+        """Add the server's tools to those of the rollout. Raises RolloutError; TaskError for
+        invalid names.
         """
         server = self.server
         found = list[Any]()
@@ -318,7 +316,7 @@ class _Connection:
 
 
 def tool_text(result: Any, most: int) -> str:
-    """Return what a tool said as a text for the model: of pictures and files their kind alone."""
+    """Return a tool's output as text for the model; pictures and files only by kind."""
     parts = []
     for block in result.content:
         inner = getattr(block, "resource", block)

@@ -1,13 +1,13 @@
-"""Servers of OpenEnv (Meta, BSD; read: openenv-core 0.3.0) as rollouts. Its package is not needed
-here: the server has it.
+"""Play environments of OpenEnv servers (Meta, BSD; read: openenv-core 0.3.0) as rollouts. Its
+package is needed only on the server.
 
-A rollout is a session, a WebSocket of its own: `reset` with the task's seed, then a `step` for each
-action, until the environment says that it is done. The rewards of all steps are added up. Where the
-environment's actions are calls of tools, the model is given the tools; else its reply becomes an
-action as the server's schema says: the only field's value, or a JSON object.
+A rollout is a session over its own WebSocket: `reset` with the task's seed, then a `step` for each
+action until the environment is done. The reward is the sum over all steps. If actions are tool
+calls, the model gets the tools. Otherwise its reply becomes an action by the server's schema: the
+only field's value, or a JSON object.
 
-What the schema refuses is told to the model. What fails in the environment fails the sample. A
-server that has no session left (they have one, by default) is asked again until it has.
+The model is told of actions the schema refuses. An environment's failure fails the sample. A server
+without a free session (they have one, by default) is asked again until one is free.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from ttrl.text import is_number, short
 LONGEST_MESSAGE = 16 * 2**20
 """Bytes of a server's message."""
 MOST_CHARACTERS = 20_000
-"""Of what the model is shown of an observation."""
+"""Limit of an observation in the prompt."""
 _PATIENCE = 120.0
 """Seconds for a server to start."""
 _ASK_AGAIN = 0.5
@@ -56,21 +56,22 @@ def get_openenv_tasks(
     headers: Mapping[str, str] | None = None,
     limits: RolloutLimits | None = None,
 ) -> list[Task]:
-    """Return `n` tasks of an environment, each with a seed of its own.
+    """Return `n` tasks of an environment, each with its own seed.
 
-    server: its address, "http://127.0.0.1:8000"; or the command that starts it, with {port} where
-        the port stands, ["python", "-m", "uvicorn", "server.app:app", "--port", "{port}"]: it is
-        started once, and ends with this process.
-    split: "train", whose tasks `seed` decides, or another, which is the same for every seed.
-    prompt: the rules, and how to give an action; by default the server's description of itself, and
-        its actions' schema.
-    action: makes an action (a dict) of a reply; a ValueError of it is told to the model. observe:
-        makes a text of an observation.
-    options: for `reset`. headers: of requests, for a server that wants a key.
-    limits: a game that reaches them has the rewards that it got so far.
+    server: its address, "http://127.0.0.1:8000"; or its command with {port} for the port,
+        ["python", "-m", "uvicorn", "server.app:app", "--port", "{port}"]. A command is started once
+        and ends with this process.
+    split: "train" draws tasks by `seed`; any other split is the same for every seed.
+    prompt: the rules and the format of an action; default: the server's description and its schema
+        of actions.
+    action: makes an action (a dict) of a reply; the model is told of a ValueError.
+    observe: makes a text of an observation.
+    options: for `reset`.
+    headers: of requests, for a server with a key.
+    limits: at a limit, a game keeps its rewards so far.
 
-    The reward is the sum of the steps'; metrics: `steps`, `invalid` (replies or calls that were no
-    action), `ended`. Raises TaskError for what cannot be reached, or is no such server.
+    The reward is the sum over steps; metrics: `steps`, `invalid` (replies or calls without a valid
+    action), `ended`. Raises TaskError for an unreachable address or another kind of server.
     """
     check_count(n)
     if isinstance(server, str):
@@ -113,7 +114,7 @@ def get_openenv_tasks(
 
 
 def observation_text(observation: Any) -> str:
-    """Return what an observation says: its only text, or all that it has, as JSON."""
+    """Return the text of an observation: its only text, or all fields as JSON."""
     if isinstance(observation, Mapping):
         known = {name: value for name, value in observation.items() if value is not None}
         if len(known) == 1:
@@ -129,9 +130,7 @@ def observation_text(observation: Any) -> str:
 
 
 def read_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the action that a reply gives in its last `<answer>` tags, or its last line. Raises
-    ValueError.
-    """
+    """Return the action in a reply's last `<answer>` tags, or its last line. Raises ValueError."""
     given = tagged_or_last_line(text)
     fields = _fields(schema)
     if len(fields) == 1:
@@ -145,7 +144,7 @@ def read_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OpenEnvRollout:
-    """Plays one game in a session of its own."""
+    """Play one game in its own session."""
 
     address: str
     headers: Mapping[str, str] = field(repr=False)
@@ -195,7 +194,7 @@ class OpenEnvRollout:
                     raise session.failed(f"failed in its tool {name}: {failure.get('message')}")
                 raise ValueError(failure.get("message"))
             result = observation.get("result")
-            # FastMCP's.
+            # FastMCP wraps the result.
             return self.game.observe(
                 result["data"] if isinstance(result, dict) and "data" in result else result
             )
@@ -232,7 +231,7 @@ class OpenEnvRollout:
 
 
 class _Session:
-    """A connection of one rollout, with Gymnasium's methods."""
+    """Connect one rollout, with Gymnasium's methods."""
 
     def __init__(self, where: str, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._where = where
@@ -250,8 +249,8 @@ class _Session:
         return data["observation"], float(reward or 0.0), bool(data.get("done")), False, {}
 
     async def ask(self, kind: str, data: Any) -> dict[str, Any]:
-        """Return what the server answers. Raises NoAction, _Busy, RolloutError."""
-        # A server without a free session has said so, and left.
+        """Return the server's answer. Raises NoAction, _Busy, RolloutError."""
+        # A server without a free session reports it and disconnects.
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):
             await self._socket.send_json({"type": kind, "data": data})
         message = await self._socket.receive()
@@ -291,14 +290,14 @@ def _dotted(place: Any) -> str:
 
 
 class _Busy(Exception):  # noqa: N818 - it is waited for
-    """The server has no session left."""
+    """Report a server without a free session."""
 
 
-# What is known of a server before anything is played
+# Facts about a server before the first game
 
 
 def _fields(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an action must have, or may have, where it must have nothing."""
+    """Return an action's required fields, or all fields if none is required."""
     known = {
         name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"
     }
@@ -349,9 +348,7 @@ _running: list[tuple[ChildProcess, tempfile.TemporaryDirectory[str]]] = []
 
 @functools.lru_cache(16)
 def _started(command: tuple[str, ...]) -> str:
-    """Start a server that is not started yet; return its address. It ends with this process. Raises
-    TaskError.
-    """
+    """Start a server once; return its address. It ends with this process. Raises TaskError."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]

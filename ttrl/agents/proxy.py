@@ -1,14 +1,13 @@
-"""`ttrl proxy`: sessions in front of a server without a run, whose rollouts are kept as those of
-one.
+"""`ttrl proxy`: serve sessions in front of a server; store their rollouts like those of a run.
 
     POST /sessions              {"id": "task/1", "messages": […]}, both optional → base_url,
                                 api_key, reward_url, reward_key
     POST /sessions/ID/reward    {"reward": 1.0, "metrics": {}}: ends the session
 
-A session in which nothing was asked for too long is a failed sample; those that go on when the
-proxy ends are dropped. Each is in RUN/sessions.jsonl before its reward is answered. When the proxy
-ends (or begins again, after a kill), what is new there becomes an iteration of RUN, which `ttrl
-replay` grades again and trains on like any other.
+A session idle for too long is a failed sample; open sessions are dropped at the proxy's end. Each
+session is in RUN/sessions.jsonl before its reward is answered. At its end (or its next start, after
+a kill), the proxy collects new sessions into an iteration of RUN. `ttrl replay` grades and trains
+on it like any other.
 """
 
 import asyncio
@@ -43,21 +42,21 @@ _NO_MESSAGES = [{"role": "user", "content": "(the session's first request)"}]
 
 @dataclass
 class Proxy:
-    """Sessions at one address. Raises UserError before anything is asked where a setting is
-    wrong.
+    """Serve sessions at one address. Raises UserError for invalid settings before the first
+    request.
     """
 
     request: SamplingRequest
     run: Path
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
-    """Opens sessions."""
+    """Key to open sessions."""
     host: str = "127.0.0.1"
     port: int = 0
     limits: RolloutLimits = field(default_factory=lambda: RolloutLimits(seconds=600.0))
     ignore: frozenset[str] = frozenset()
     beside: Mapping[str, str | Endpoint] = field(default_factory=dict)
     names: Sequence[str] = ()
-    """What requests may call the model besides "policy"."""
+    """Further names of the model in requests, next to "policy"."""
 
     def __post_init__(self) -> None:
         self._sampling = Sampling(self.request)
@@ -65,8 +64,8 @@ class Proxy:
         self._count = 0
 
     async def serve(self, say: Callable[[str], None]) -> None:
-        """Serve until cancelled; then make an iteration of what came. Raises RunFolderError where
-        the folder is in use.
+        """Serve until cancelled; then make an iteration of the new sessions. Raises RunFolderError
+        if the folder is in use.
         """
         folder = RunFolder(self.run)
         with folder.locked():
@@ -135,7 +134,7 @@ class Proxy:
         group = Group(self._sampling, job)
         await sample_group(group)
         for sample in group.result.samples:
-            if unknown and sample.turns:  # its first request said what the messages are
+            if unknown and sample.turns:  # its first request gave the messages
                 first = sample.turns[0]
                 sample.messages = first.messages
                 first.messages = []
@@ -144,17 +143,15 @@ class Proxy:
             assert written is not None
             try:
                 await asyncio.to_thread(append_jsonl, self.run / SESSIONS_FILE, sample.to_json())
-            except TtrlError as error:  # a full disk: whoever gave the reward is told
+            except TtrlError as error:  # a full disk: the poster of the reward is told
                 written.set_exception(error)
-                written.exception()  # seen, where nobody waits
+                written.exception()  # retrieved, in case no caller awaits it
             else:
                 written.set_result(None)
 
 
 def collect(folder: RunFolder) -> int | None:
-    """Make an iteration of the sessions that are in none yet; return its number, None where there
-    are none.
-    """
+    """Make an iteration of uncollected sessions; return its number, or None without any."""
     known = 0
     number = 1
     while (marker := folder.iteration(number).marker(RolloutsFacts)) is not None:

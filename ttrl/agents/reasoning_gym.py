@@ -1,17 +1,16 @@
-"""reasoning-gym (Open-Thought, Apache-2.0; pip install reasoning-gym): a hundred families of
-generated puzzles, with verifiers.
+"""Make tasks of reasoning-gym (Open-Thought, Apache-2.0; pip install reasoning-gym): a hundred
+families of generated puzzles, with verifiers.
 
-An answer is what stands in the reply's last `<answer>` tags, after any thinking, and the family's
-own verifier scores it. Two things stand between them:
+The family's own verifier scores the answer in the reply's last `<answer>` tags, after any thinking,
+with two restrictions:
 
-- Full marks count, and nothing less, unless `partial` is set: the package's default verifier pays
-  for every answer that *contains* the right one, by how much of it that is, so that "yes or no"
-  earns a third of "yes". That part is never paid.
-- Some verifiers evaluate the answer as Python (`eval`, SymPy's parser, which is one too). What a
-  model wrote is given to these only where it is a literal, or arithmetic of a size that SymPy can
-  do.
+- Only full marks count, unless `partial` is set. The package's default verifier pays for every
+  answer that *contains* the right one, in proportion: "yes or no" earns a third of "yes". That
+  part is never paid.
+- Some verifiers evaluate the answer as Python (`eval`, or SymPy's parser, equally unsafe). They
+  get only literals, or arithmetic of a size SymPy can handle.
 
-Held out are whole questions, by a hash.
+Whole questions are held out, by a hash.
 """
 
 import ast
@@ -49,12 +48,13 @@ REFUSED = {
     "puzzle24": "its verifier does not look whether the numbers are those that were given (0.1.25)",
     "intermediate_integration": "SymPy takes minutes over some of its integrals",
 }
-"""Families that are no tasks, and why."""
+"""Refused families, with the reason."""
 UNSTEADY = frozenset(
     ["isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"]
 )
-"""Families that follow the order of Python's sets, which is another one in each process unless
-PYTHONHASHSEED is set (0.1.25): a run that is continued would not find its tasks again."""
+"""Families dependent on the order of Python's sets (0.1.25). It differs by process unless
+PYTHONHASHSEED is set: a continued run would not find its tasks again.
+"""
 LONGEST = 20_000
 """Characters of an answer."""
 _ASK = (
@@ -62,7 +62,7 @@ _ASK = (
     "<answer> </answer> tags."
 )
 _EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
-"""Where the metadata have a right answer, of families with many."""
+"""Keys of a right answer in the metadata, for families with several right answers."""
 # fmt: off
 _FUNCTIONS = frozenset([
     "sqrt", "exp", "log", "ln", "Abs", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos",
@@ -71,15 +71,16 @@ _FUNCTIONS = frozenset([
 # fmt: on
 _WORDS = re.compile(r"[\w\s,'\"-]*")
 _MAX_BITS = 4096
-"""Of the numbers and powers in an expression."""
+"""Limit for the numbers and powers in an expression."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningGymGrader:
-    """1.0 for full marks of the family's verifier.
+    """Grade an answer 1.0 for full marks of the family's verifier.
 
-    entry: the package's own (question, answer, metadata). options: what the family was made with,
-    as JSON. partial: pay what the verifier gives, less what it gives for containing the answer.
+    entry: the package's own (question, answer, metadata).
+    options: the family's options, as JSON.
+    partial: pay the verifier's mark, less its pay for containing the answer.
     """
 
     family: str
@@ -88,8 +89,8 @@ class ReasoningGymGrader:
     partial: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, metrics): `exact`, `answered` (there are tags), `lenient` (the last line,
-        where there are none).
+        """Return (reward, metrics): `exact`, `answered` (there are tags), `lenient` (without tags,
+        grades the last line).
         """
         text = after_thinking(reply_text(choice))
         place = find_tagged(text)
@@ -109,8 +110,8 @@ class ReasoningGymGrader:
         }
 
     def score(self, answer: str) -> float:
-        """Return the verifier's mark for an answer, 0 to 1; 0 for one that it cannot read or must
-        not evaluate.
+        """Return the verifier's mark for an answer, 0 to 1; 0 if it is unreadable or unsafe to
+        evaluate.
         """
         answer = answer.strip()
         dataset = _dataset(self.family, self.options, 0, 1)
@@ -127,7 +128,7 @@ class ReasoningGymGrader:
 
     @property
     def expected(self) -> str | None:
-        """Return a right answer; None where the package has none."""
+        """Return a right answer; None if the package has none."""
         metadata = self.entry["metadata"]
         answers = (self.entry["answer"], *(metadata.get(name) for name in _EXAMPLES))
         found = next((answer for answer in answers if answer is not None), None)
@@ -151,13 +152,13 @@ def get_reasoning_gym_tasks(
 ) -> list[Task]:
     """Return `n` tasks of a family of reasoning-gym, such as "chain_sum".
 
-    level: of the package's curriculum, from 0: all of the family's difficulties are set to it.
-        options: fields of the family's config (`max_terms=3`), which prevail.
-    partial: pay for answers that are partly right, as the family's verifier does.
-    train: the seed decides. validation: the same for every seed, no question twice; more of them
-        begin with the same ones.
+    level: of the package's curriculum, from 0; sets all of the family's difficulties.
+    options: fields of the family's config (`max_terms=3`); they override `level`.
+    partial: pay for partly right answers, by the family's verifier.
+    train: drawn by the seed. validation: the same for every seed, without repeated questions; a
+        larger `n` begins with the same ones.
 
-    Raises TaskError for unknown families and options, and those that the family refuses.
+    Raises TaskError for unknown families and options, and for options refused by the family.
     """
     check_name("split", split, ("train", "validation"), "reasoning_gym")
     check_count(n)
@@ -203,7 +204,7 @@ def get_reasoning_gym_tasks(
 
 
 def families() -> list[str]:
-    """Return the names of all families that are tasks. Raises TaskError without the package."""
+    """Return the names of all usable families. Raises TaskError without the package."""
     return sorted(set(_package().factory.DATASETS) - set(REFUSED))
 
 
@@ -219,7 +220,7 @@ def _package() -> Any:
 
 
 def _options(family: str, level: int | None, options: Mapping[str, Any]) -> str:
-    """Return what the family is to be made with, as JSON. Raises TaskError."""
+    """Return the family's options, as JSON. Raises TaskError."""
     factory = _package().factory
     if family in REFUSED:
         raise TaskError(f"reasoning_gym:{family} is refused: {REFUSED[family]}")
@@ -251,7 +252,7 @@ def _options(family: str, level: int | None, options: Mapping[str, Any]) -> str:
             raise TaskError(f"level is {level!r}; reasoning_gym:{family} has levels 0 to {highest}")
         curriculum.set_global_level(level)
         config = curriculum.generate_configuration()
-        # What a level leaves as it is may be of a type that JSON has no word for.
+        # A level may leave values of types unknown to JSON.
         default = config_class()
         changed = {
             name: getattr(config, name)
@@ -272,14 +273,12 @@ def _dataset(family: str, options: str, seed: int, size: int) -> Any:
     return _package().create_dataset(family, **json.loads(options), seed=seed, size=size)
 
 
-# What is given to a verifier
+# Answers safe for a verifier
 
 
 @functools.cache
 def _gate(verifier: Callable[..., Any]) -> Callable[[str], bool]:
-    """Return what tells whether an answer may be given to this verifier: all, unless it evaluates
-    them.
-    """
+    """Return a test for answers safe for this verifier: all are, unless it evaluates them."""
     source = inspect.getsource(verifier)
     if "parse_expr(" in source:
         return _is_arithmetic
@@ -289,7 +288,7 @@ def _gate(verifier: Callable[..., Any]) -> Callable[[str], bool]:
 
 
 def _is_literal(answer: str) -> bool:
-    """Tell whether evaluating it does nothing: words, or a Python literal."""
+    """Tell whether the answer is words or a Python literal, harmless to evaluate."""
     if _WORDS.fullmatch(answer):
         return True
     try:
@@ -300,8 +299,8 @@ def _is_literal(answer: str) -> bool:
 
 
 def _is_arithmetic(answer: str) -> bool:
-    """Tell whether it is arithmetic of numbers, names and the usual functions, and how large what
-    it writes out may become.
+    """Tell whether the answer is arithmetic of numbers, names and the usual functions, of bounded
+    size.
     """
     try:
         return len(answer) <= 1000 and _bits(ast.parse(answer, mode="eval").body) <= _MAX_BITS

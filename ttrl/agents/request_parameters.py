@@ -1,6 +1,4 @@
-"""What of an agent's request may differ from the run's own sampling: nothing that would sample
-another distribution.
-"""
+"""Check an agent's request parameters: none may change the sampled distribution."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -14,8 +12,8 @@ from ttrl.messages import Message, Tool
 from ttrl.text import short
 
 MODEL = "policy"
-# What does not change what is sampled for a given prompt, or is read elsewhere. A seed is the run's
-# matter: with one of the agent's own, all samples of a task would be equal.
+# Free parameters leave the distribution unchanged, or are read elsewhere. The run sets the seed:
+# with an agent's own, all samples of a task would be equal.
 # fmt: off
 FREE = frozenset([
     "model", "tools", "stop", "max_tokens", "stream", "stream_options", "logprobs", "seed", "user",
@@ -41,13 +39,13 @@ NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request of any of the APIs asks the policy."""
+    """A parsed request of any of the APIs."""
 
     messages: list[Message]
     tools: list[Tool] | None = None
     stop: Any = None
     max_tokens: list[Any] = field(default_factory=list)
-    """The limits that were given, as they were given."""
+    """The given limits, unparsed."""
 
 
 def check_parameters(
@@ -58,10 +56,11 @@ def check_parameters(
     neutral: Mapping[str, Any],
     names: Sequence[str] = (MODEL,),
 ) -> None:
-    """Raise UserError for what would sample another distribution than the one that is trained.
+    """Raise UserError for parameters that would change the trained distribution.
 
-    own: what the run samples with. free, neutral: names that are read by the API itself, and
-    values that change nothing there. names: what the policy is called.
+    own: the run's sampling parameters.
+    free, neutral: names read by the API itself, and values without effect there.
+    names: names of the policy.
     """
     if body.get("model", MODEL) not in names:
         known = " or ".join(repr(name) for name in names)
@@ -99,7 +98,7 @@ def check_parameters(
 
 
 def least_tokens(given: Collection[Any], own: Mapping[str, Any]) -> int | None:
-    """Return the least of the agent's limits and the run's; None where the agent gave none. Raises
+    """Return the least of the agent's limits and the run's; None if the agent gave none. Raises
     UserError.
     """
     for value in given:
@@ -112,7 +111,7 @@ def least_tokens(given: Collection[Any], own: Mapping[str, Any]) -> int | None:
 
 
 def tools_of(body: Mapping[str, Any]) -> list[Tool] | None:
-    """Return the tools that the model is to know of; None for none."""
+    """Return the tools offered to the model; None for none."""
     if body.get("tool_choice") != "none":
         return body.get("tools") or None
     return None
@@ -130,7 +129,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
 
 
 def refusal(status: int, message: str, code: str) -> web.Response:
-    """Return an error in the API's words, such that OpenAI's clients do not ask again."""
+    """Return an error in the API's format, with OpenAI's clients kept from retrying."""
     error = {
         "message": message,
         "type": "invalid_request_error" if status < 500 else "server_error",
@@ -143,7 +142,7 @@ def refusal(status: int, message: str, code: str) -> web.Response:
 def events(
     objects: Collection[Any], *, named: bool = False, end: str = "data: [DONE]\n\n"
 ) -> web.Response:
-    """Return a stream that is complete. named: each event is preceded by its type."""
+    """Return a complete stream. named: each event is preceded by its type."""
     lines = [
         (f"event: {one['type']}\n" if named else "") + f"data: {json.dumps(one)}\n\n"
         for one in objects

@@ -1,9 +1,9 @@
-"""POST /v1/responses, as far as a chat can say it: text, function tools and their results, earlier
-responses of the session.
+"""Answer POST /v1/responses as a chat: text, function tools and their results, earlier responses of
+the session.
 
-Items become chat messages, and the reply becomes items, so that an answer that is sent back is the
-message that it was. Whatever else the API knows (pictures, files, tools of the provider, structured
-text, background) is refused.
+Items become chat messages, and the reply becomes items. A reply sent back becomes the same message
+again. Other parts of the API (pictures, files, tools of the provider, structured text, background)
+are refused.
 """
 
 import secrets
@@ -34,8 +34,8 @@ _TEXT = ("input_text", "output_text", "text", "refusal")
 
 
 def read(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> Asked:
-    """Return what is asked. earlier: the conversations of the session's responses, by their ids.
-    Raises UserError.
+    """Parse a request. earlier: the conversations of the session's responses, by their ids. Raises
+    UserError.
     """
     previous = body.get("previous_response_id")
     given = body.get("input")
@@ -59,7 +59,7 @@ def read(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> Asked
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     messages: list[Message] = []
-    reply: Message | None = None  # the assistant's message that the next item may belong to
+    reply: Message | None = None  # assistant message the next item may extend
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
@@ -117,7 +117,7 @@ def _text(content: Any, number: int) -> str:
 
 
 def _tool(tool: Mapping[str, Any]) -> Tool:
-    """Return a function as chat completions have it."""
+    """Return a function in the format of chat completions."""
     if tool.get("type") != "function":
         raise UserError(
             f"tools holds one of type {short(tool.get('type'), 60)}; a session knows functions "
@@ -137,7 +137,7 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
 def answer(
     body: Mapping[str, Any], message: Message, choice: Any, response_id: str
 ) -> tuple[dict[str, Any], web.Response]:
-    """Return a response as the API has it, and what answers the request: it, or a stream of it."""
+    """Return a response in the API's format, and the HTTP answer: the response or its stream."""
     output = _items(message)
     is_cut = choice.finish_reason == "length"
     usage = choice.usage
@@ -221,7 +221,7 @@ def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the events of an item that comes as a whole."""
+    """Yield the events of a complete item."""
     place = {"item_id": item["id"], "output_index": index}
     if item["type"] == "function_call":
         yield {

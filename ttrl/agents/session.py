@@ -1,14 +1,12 @@
-"""A session of an agent that ttrl knows nothing of: what it asks the policy, in whichever API, is
-one sample's rollout.
+"""Capture an external agent's requests to the policy, in any API, as one sample's rollout.
 
-A request is one reply of the sample's rollout (`ttrl.tasks.task.Chat`), so what is true of rollouts
-is true here: the server's ids and log-probabilities, caches, retries, limits, and the tree of
-prefixes, by which branches, parallel calls, repeated requests and rewritten histories are told
-apart. Only what the policy sampled is trained, and only if its request was still waited for.
+A request is one reply of the sample's rollout (`ttrl.tasks.task.Chat`), with everything rollouts
+have: the server's ids and log-probabilities, caches, retries, limits, and the tree of prefixes to
+tell branches, parallel calls, repeated requests and rewritten histories apart. Only tokens sampled
+by the policy are trained, and only if the client waited for the reply.
 
-Keys are random; the server's own key stays with ttrl. Answers are complete when they are sent,
-streamed ones too: a stream that breaks between server and ttrl is asked for again, which could not
-be done if the agent had read a part of it.
+Keys are random; the server's own key stays with ttrl. Replies are sent complete, even as streams:
+ttrl can retry a stream broken at the server, because the agent has read none of it.
 """
 
 import asyncio
@@ -36,14 +34,13 @@ APIS: dict[str, Any] = {
 
 
 class Session:
-    """What an agent is given to reach the model.
+    """Give an agent access to the model.
 
     base_url, api_key, model: for any OpenAI client; the model's name is always "policy".
-    names: what else requests may call it.
-    messages, task_id, sample: the task, and which rollout of it this is.
-    reward_url, reward_key: where `POST {"reward": 1.0, "metrics": {…}}` gives the reward, with a
-        key of its own, so that what the model writes and the agent runs cannot reward itself with
-        the agent's key.
+    names: further names for it in requests.
+    messages, task_id, sample: the task, and the number of this rollout.
+    reward_url, reward_key: address and key for `POST {"reward": 1.0, "metrics": {…}}`. The separate
+    key keeps the agent from rewarding itself through code written by the model.
     """
 
     def __init__(
@@ -63,15 +60,13 @@ class Session:
             secrets.token_urlsafe(32),
         )
         self.base_url = self.reward_url = ""
-        """Known when somebody listens for it."""
+        """Set by a listener."""
         self.reward: Grade | None = None
-        """That was posted."""
+        """The posted reward."""
         self.rewarded = asyncio.Event()
         self.num_replies = 0
         self.failure: TtrlError | None = None
-        """Of the first request that was refused or failed: what the agent made of it is not the
-        policy's doing.
-        """
+        """First refused or failed request: its effect on the agent is not the policy's fault."""
         self.limit: RolloutLimitError | None = None
         self.written: asyncio.Future[None] | None = None
         """If not None, a reward is answered once this is done."""
@@ -89,7 +84,7 @@ class Session:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables by which OpenAI's clients find the session."""
+        """Return environment variables for OpenAI's clients."""
         direct = ",".join(
             filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"])
         )
@@ -102,11 +97,11 @@ class Session:
 
     @property
     def models(self) -> list[str]:
-        """Return the names that it answers to."""
+        """Return the names of its models."""
         return list(dict.fromkeys([*self._names, *self._beside]))
 
     async def close(self) -> None:
-        """End its requests; all further ones are refused."""
+        """Cancel its requests and refuse further ones."""
         self.is_over = True
         for request in self._requests:
             request.cancel()
@@ -153,7 +148,7 @@ class Session:
             return answer
 
     async def response(self, request: web.Request) -> web.Response:
-        """Answer with a response of this session again."""
+        """Repeat an earlier response of this session."""
         found = self._answered.get(name := request.match_info["response"])
         if found is None:
             raise web.HTTPNotFound(reason=f"{short(name, 60)} is no response of this session")
@@ -179,7 +174,7 @@ class Session:
 
 
 async def _passed_on(transport: Transport, path: str, body: Mapping[str, Any]) -> web.Response:
-    """Return the answer of another model, which is not captured."""
+    """Return the answer of another model, uncaptured."""
     if not body.get("stream"):
         return web.Response(body=await transport.post(path, body), content_type="application/json")
     async with transport.stream(path, body) as parts:
@@ -189,7 +184,7 @@ async def _passed_on(transport: Transport, path: str, body: Mapping[str, Any]) -
 
 
 class _Kept:
-    """Notes the first failure of a session's requests; limits are no failures."""
+    """Record the first failure of a session's requests; limits are no failures."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

@@ -1,8 +1,8 @@
-"""Games of TextArena (MIT; pip install 'ttrl[textarena]'; read: 0.7.4), as rollouts.
+"""Play games of TextArena (MIT; pip install 'ttrl[textarena]'; read: 0.7.4) as rollouts.
 
-The games draw from Python's global random numbers, which they seed. So that games that go on at the
-same time are the same each time, and nobody else's numbers change, each has a state of its own,
-which is in place only while it moves, one at a time.
+The games seed and draw from Python's global random state. Each game has its own state, swapped in
+only during its moves, one game at a time. Concurrent games therefore stay reproducible, and other
+users of the global state are unaffected.
 """
 
 import functools
@@ -36,17 +36,16 @@ def get_textarena_tasks(
     limits: RolloutLimits | None = None,
     **options: Any,
 ) -> list[Task]:
-    """Return `n` games, such as of "TowerOfHanoi-v0", each with a seed of its own: the split's, and
-    in "train" the seed's.
+    """Return `n` games, such as of "TowerOfHanoi-v0", each with its own seed: drawn by the split,
+    and in "train" by `seed`.
 
-    opponent: plays all other players of a game for several: a function of what a player is shown,
-        which returns a move. The model is player 0. players: how many there are; by default 1, or 2
-        with an opponent.
+    opponent: plays all other players of a game for several: a function from a player's view to a
+        move. The model is player 0.
+    players: number of players; by default 1, or 2 with an opponent.
     options: of the game, such as `num_disks`.
 
-    The reward is what the game gives player 0 at its end; metrics: `steps`, `ended`.
-    Raises TaskError without the package, for unknown games and options, and for games that need
-    what is not there.
+    The reward is player 0's at the game's end; metrics: `steps`, `ended`. Raises TaskError without
+    the package, for unknown games and options, and for games with missing requirements.
     """
     check_count(n)
     count = players or (1 if opponent is None else 2)
@@ -80,8 +79,8 @@ def get_textarena_tasks(
 
 
 def read_move(text: str) -> str:
-    """Return a reply's move: what stands in its last `<answer>` tags, else all after its thinking;
-    in brackets, as games want.
+    """Return a reply's move: its last `<answer>` tags, else all after its thinking; in brackets, as
+    games expect.
     """
     text = after_thinking(text)
     place = find_tagged(text)
@@ -92,8 +91,8 @@ def read_move(text: str) -> str:
 
 
 class TextArenaGame:
-    """One game with Gymnasium's methods, seen by player 0. Its moves are made one at a time, with
-    random numbers of its own.
+    """Wrap a game in Gymnasium's methods, seen by player 0. Moves run one at a time, with the
+    game's own random state.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class TextArenaGame:
         self._opponent = opponent
         self._own_move = ""
         self._random = random.Random(0).getstate()
-        # Without the wrappers, which repeat all that was said so far in each observation.
+        # Skip the wrappers: they repeat the whole history in each observation.
         self._game: Any = self._moved(
             lambda: textarena.make(f"{name.removesuffix('-raw')}-raw", **options)
         )
@@ -129,7 +128,7 @@ class TextArenaGame:
         return shown, float((rewards or {}).get(0, 0.0)), done, False, {}
 
     def _until_own_move(self, done: bool) -> tuple[str, bool]:
-        """Let the others move; return what player 0 is shown, and whether the game is over."""
+        """Let the others move; return player 0's view, and whether the game is over."""
         while not done:
             player, messages = self._game.get_observation()
             if player == 0:
@@ -151,7 +150,7 @@ class TextArenaGame:
 
 
 def _text(messages: Any, own_move: str | None) -> str:
-    """Return what the game and other players said, without the player's own move."""
+    """Return messages of the game and other players, without the player's own move."""
     said = [
         str(text)
         for _, text, kind in messages

@@ -1,11 +1,9 @@
-"""Python functions as tools of a rollout: what the model is told of them, and what becomes of its
-calls.
+"""Offer Python functions as tools of a rollout: describe them to the model and run its calls.
 
-A function is described by its type hints and its docstring, in Google's style (`Args:`). What it
-raises, and arguments that are no JSON or do not fit, are told to the model as {"error": …}: it may
-try again; a RolloutError fails the sample. Functions that are no coroutines run in a thread, one
-call of a rollout after the other, so that they hold up no other rollout; nothing can end such a
-thread.
+A function is described by its type hints and its docstring, in Google's style (`Args:`). The model
+is told of exceptions and invalid arguments as {"error": …} and may try again; a RolloutError fails
+the sample. Plain functions run in a thread, one call of a rollout at a time, and block no other
+rollout; such a thread cannot be stopped.
 """
 
 import asyncio
@@ -38,10 +36,10 @@ _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*(?:\n[ \t]+.*)*)", re.MUL
 
 
 class Tools:
-    """Functions by their names. Raises TaskError for those without a docstring or a type hint,
-    which no model could call.
+    """Hold functions by name. Raises TaskError for those without a docstring or a type hint: a
+    model could not call them.
 
-    calls, failures: how many there were so far.
+    calls, failures: counts so far.
     """
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
@@ -52,9 +50,7 @@ class Tools:
             self.add(function, describe_tool(function))
 
     def add(self, function: Callable[..., Any], description: Tool) -> None:
-        """Let the model call a function that is described in the form of OpenAI's API. Raises
-        TaskError.
-        """
+        """Add a function described in the format of OpenAI's API. Raises TaskError."""
         name = description["function"]["name"]
         if name in self.functions:
             raise TaskError(f"two tools are named {name}; rename one of them")
@@ -62,9 +58,7 @@ class Tools:
         self.descriptions.append(description)
 
     async def answer(self, choice: Choice) -> list[Message]:
-        """Call what the model asks for, in its order; return the messages that answer it, [] where
-        it calls nothing.
-        """
+        """Run the calls of a reply in order; return the answering messages, [] without calls."""
         told = []
         for call in choice.message.tool_calls or []:
             function: Any = getattr(call, "function", None)
@@ -96,7 +90,7 @@ class Tools:
             else:
                 result = await asyncio.to_thread(function, **given)
         except RolloutError:
-            raise  # it was no doing of the model's
+            raise  # not the model's fault
         except Exception as error:  # noqa: BLE001 - of a tool, whatever it is: the model is told
             self.failures += 1
             return json.dumps({"error": str(error) or type(error).__name__}, ensure_ascii=False)
@@ -106,7 +100,7 @@ class Tools:
 
 
 def cut(text: str, most: int) -> str:
-    """Return a text, or its beginning and how much is left out."""
+    """Return a text, or its beginning and the length of the rest."""
     if len(text) <= most:
         return text
     return f"{text[:most]}\n[{len(text) - most} characters more are left out]"
@@ -120,7 +114,7 @@ def _text(result: object) -> str:
 
 
 def describe_tool(function: Callable[..., Any]) -> Tool:
-    """Return the description of a function in the form of OpenAI's API. Raises TaskError."""
+    """Return the description of a function in the format of OpenAI's API. Raises TaskError."""
     name = function.__name__
     text = inspect.getdoc(function) or ""
     if not text:
@@ -162,8 +156,8 @@ def describe_tool(function: Callable[..., Any]) -> Tool:
 
 
 def json_type(hint: Any, where: str) -> Mapping[str, Any]:
-    """Return a type hint as JSON Schema. Raises TaskError, naming `where`, for types that JSON has
-    not.
+    """Return a type hint as JSON Schema. Raises TaskError, naming `where`, for types unknown to
+    JSON.
     """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)

@@ -1,18 +1,17 @@
-"""Data sets, reward functions, tools and environments as TRL's GRPOTrainer takes them (Hugging
+"""Use data sets, reward functions, tools and environments written for TRL's GRPOTrainer (Hugging
 Face, Apache-2.0; read: 1.16).
 
 `trl_tasks` takes the arguments of the same names and makes tasks of them; TRL itself is not needed.
-What differs:
+Differences:
 
-- a prompt that is a string is a user's message, and the model's reply the completion: ttrl talks to
-  a chat template;
-- functions are called for one completion at a time, so `prompts` and `completions` have one
-  element: what compares the completions of a batch belongs into a `group_grader`;
-- an environment that makes its own tasks (no `train_dataset`) needs `n`, as there is no
-  `max_steps`;
+- a string prompt is a user message, and the model's reply the completion: ttrl always uses a chat
+  template;
+- functions get one completion at a time: `prompts` and `completions` have one element. To compare
+  the completions of a batch, use a `group_grader`;
+- an environment with its own tasks (no `train_dataset`) needs `n`, as there is no `max_steps`;
 - there is no `trainer_state`, and a reward function cannot be a model's name (serve it: see
   docs/how-to/trl.md);
-- where all functions return None, the sample has no reward and fails, instead of being trained with
+- if all functions return None, the sample has no reward and fails, instead of being trained with
   an advantage of 0.
 """
 
@@ -35,8 +34,8 @@ from ttrl.tasks.task import Chat, Choice, GraderOutput, RolloutLimits, Task, que
 from ttrl.text import is_number, short
 
 RewardFunction: TypeAlias = Callable[..., Any]
-"""`f(prompts, completions, **columns)`: a list with a number, or None, for each completion; now, or
-as an awaitable.
+"""`f(prompts, completions, **columns)`: a list with a number, or None, for each completion, or an
+awaitable of one.
 """
 EnvironmentFactory: TypeAlias = Callable[[], Any]
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -54,22 +53,21 @@ def trl_tasks(
     n: int | None = None,
     limits: RolloutLimits | None = None,
 ) -> list[Task]:
-    """Return a task for each row of a data set that was made for TRL's GRPOTrainer.
+    """Return a task for each row of a data set for TRL's GRPOTrainer.
 
-    train_dataset: rows, such as a `datasets.Dataset` or a list of dicts, or where they are: a file
+    train_dataset: rows, such as a `datasets.Dataset` or a list of dicts, or their place: a file
         (parquet, jsonl, json, csv), a folder, or a name on the hub, with `split` and `config`.
         Column `prompt`: a string, or chat messages. None, with `n`: the environment makes the
         tasks, in `reset`.
-    reward_funcs: functions or coroutine functions, whose rewards are added up, times
-        `reward_weights`; None leaves one out. Each is a metric, with those that it gives to
-        `log_metric`.
-    tools: functions that the model may call, with type hints and docstrings.
-    environment_factory: makes an environment for each rollout: its `reset(**row)` may return a text
-        for the end of the prompt; its other public methods are tools; its `get_reward()`, if it has
-        one, is added to the rewards. Of several by name, the row's `environment` says which.
-    n: the first n rows alone.
+    reward_funcs: plain or coroutine functions. The reward is the sum of their values, times
+        `reward_weights`; None leaves one out. Each is a metric, like its `log_metric` values.
+    tools: functions for the model to call, with type hints and docstrings.
+    environment_factory: makes an environment for each rollout. Its `reset(**row)` may return a text
+        for the end of the prompt; its other public methods are tools; its `get_reward()`, if any,
+        is added to the rewards. Of several by name, the row's `environment` picks one.
+    n: only the first n rows.
 
-    Raises TaskError for rows, functions and environments that do not fit.
+    Raises TaskError for invalid rows, functions and environments.
     """
     if callable(reward_funcs) or isinstance(reward_funcs, str):
         functions = [reward_funcs]
@@ -171,11 +169,10 @@ def trl_tasks(
 
 @dataclass(frozen=True)
 class TrlGrader:
-    """Adds up what the functions give for one completion, times their weights; each of them is a
-    metric.
+    """Sum the functions' values for one completion, times their weights; each value is a metric.
 
-    Functions that are no coroutines are called at once, so in the grader's thread; the others
-    together, on the event loop.
+    Plain functions run at once, in the grader's thread; coroutines run concurrently on the event
+    loop.
     """
 
     functions: tuple[RewardFunction, ...]
@@ -189,8 +186,8 @@ class TrlGrader:
     def scored(
         self, choice: Choice, environment: Any = None
     ) -> "GraderOutput | Awaitable[GraderOutput]":
-        """Return (reward, metrics), or an awaitable of it. Raises GraderError where nothing can be
-        said.
+        """Return (reward, metrics), or an awaitable of it. Raises GraderError if no function
+        applies.
         """
         metrics: dict[str, float] = {}
         outputs = [
@@ -268,7 +265,7 @@ class TrlGrader:
         if environment is not None:
             given["environments"] = [environment]
         parameters = inspect.signature(function).parameters
-        if "completions_ids" in parameters:  # as TRL's documentation has it
+        if "completions_ids" in parameters:  # the name in TRL's documentation
             given["completions_ids"] = [ids]
         if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
             return given
@@ -277,7 +274,7 @@ class TrlGrader:
 
 @dataclass(frozen=True)
 class ToolRollout:
-    """Lets the model call functions until it calls none; the task's grader is asked then."""
+    """Let the model call functions until it calls none; then ask the task's grader."""
 
     tools: tuple[Callable[..., Any], ...]
 
@@ -287,15 +284,15 @@ class ToolRollout:
 
 @dataclass(frozen=True)
 class EnvironmentRollout:
-    """Lets the model call an environment's methods until it calls none; the rewards are those of
-    the functions then.
+    """Let the model call an environment's methods until it calls none; then apply the reward
+    functions.
     """
 
     factory: EnvironmentFactory
     tools: tuple[Callable[..., Any], ...]
     rewards: TrlGrader
     row: Mapping[str, Any] = field(repr=False)
-    """What `reset` is given."""
+    """Arguments of `reset`."""
 
     async def __call__(self, chat: Chat) -> "GraderOutput":
         environment = self.factory()
@@ -343,7 +340,7 @@ def _factories(
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
-    """Return what of an environment the model may call."""
+    """Return the environment's methods offered to the model."""
     named = [
         name
         for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
@@ -353,7 +350,7 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
 
 
 def _check(function: Any) -> None:
-    """Raise TaskError for what cannot be a reward function here."""
+    """Raise TaskError for unusable reward functions."""
     if isinstance(function, str) or not callable(function) or hasattr(function, "forward"):
         raise TaskError(
             f"reward function {short(function, 80)} is a model; give a "
@@ -372,9 +369,7 @@ def _name(function: Any) -> str:
 
 
 def _as_trl(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return messages with what TRL's have: arguments of calls that are read already, and the name
-    of the tool that answers.
-    """
+    """Return messages in TRL's format, with parsed arguments and the names of answering tools."""
     names = dict[str, str]()
     told = []
     for message in messages:
@@ -391,9 +386,7 @@ def _as_trl(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _read(function: Mapping[str, Any]) -> Message:
-    """Return a called function with its arguments as a dict; as they are, where they are no JSON
-    object.
-    """
+    """Return a called function with its arguments as a dict, unless they are no JSON object."""
     try:
         arguments = json.loads(function["arguments"])
     except (TypeError, ValueError):

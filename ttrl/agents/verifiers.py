@@ -1,10 +1,10 @@
-"""Tasksets of verifiers (Prime Intellect, Apache-2.0; read: v1 of 0.4.0), played by verifiers
-itself behind an endpoint of ours.
+"""Play tasksets of verifiers (Prime Intellect, Apache-2.0; read: v1 of 0.4.0), by verifiers itself
+behind our endpoint.
 
-verifiers pins an openai and an mcp that ttrl cannot have, so it has a Python of its own, with the
-tasksets installed beside it: `python=`, or the environment variable TTRL_VERIFIERS_PYTHON. A sample
-is a process of it (`ttrl.agents.agent_worker`), which starts the harness, its tools, scores the
-trace, and posts the reward; what is asked of the model on the way is the rollout.
+verifiers pins an openai and an mcp in conflict with ttrl's. It therefore has its own Python, with
+the tasksets installed: `python=`, or the environment variable TTRL_VERIFIERS_PYTHON. A sample is a
+process of it (`ttrl.agents.agent_worker`): it starts the harness and its tools, scores the trace,
+and posts the reward. Its requests to the model are the rollout.
 """
 
 import random
@@ -38,21 +38,20 @@ def get_verifiers_tasks(
 ) -> list[Task]:
     """Return at most `n` tasks of a taskset, `n` None: all.
 
-    name: the id, as its package is called, "gsm8k-v1", with or without its owner. options: of the
-        taskset's config.
-    split: a tenth of the tasks is held out, by a hash of their keys: "train", "validation", or
-        "all".
-    python: of the environment in which verifiers and the taskset are installed.
-    harness: the taskset's own by default, else "null", which chats and calls the taskset's tools;
-        "bash" lets the model run commands. runtime: where that is done: "subprocess", with your
-        rights, or "docker".
+    name: the package's name, "gsm8k-v1", with or without its owner.
+    options: of the taskset's config.
+    split: "train", "validation" or "all"; a tenth of the tasks is held out, by a hash of their
+        keys.
+    python: Python of the environment with verifiers and the taskset.
+    harness: the taskset's own by default, else "null" for chat and the taskset's tools; "bash" lets
+        the model run commands.
+    runtime: of the harness: "subprocess", with your rights, or "docker".
     ignore: of requests, as in `agent_task`.
-    limits: `turns` and `tokens` are the agent's, so that verifiers scores what reaches them.
+    limits: verifiers applies `turns` and `tokens` itself, so it scores truncated episodes.
 
     The reward is the trace's: the sum of the task's rewards, times their weights. Metrics: the
     task's, and each reward without its weight; `stopped`: a stop condition or a limit ended the
-    conversation. Raises TaskError where verifiers or the taskset is missing, or the taskset has no
-    such tasks.
+    conversation. Raises TaskError if verifiers, the taskset or such tasks are missing.
     """
     check_name("split", split, _SPLITS, f"verifiers:{name}")
     if n is not None:
@@ -94,7 +93,7 @@ def _is_of(row: dict[str, Any], split: str) -> bool:
 
 
 def _messages(row: dict[str, Any]) -> list[Message]:
-    """Return what is known of a task's conversation before it begins."""
+    """Return the known start of a task's conversation."""
     if row["prompt"] is not None:
         prompt = row["prompt"]
     else:

@@ -1,4 +1,4 @@
-"""`python -m ttrl.cli`: the `ttrl` command where the script of that name is not on PATH."""
+"""`python -m ttrl.cli`: the `ttrl` command if its script is not on PATH."""
 
 import sys
 

@@ -1,19 +1,17 @@
-"""Arms from one checkpoint at equal FLOPs: reinforcement learning, further supervised training, and
-others that are named.
+"""Compare arms from one checkpoint at equal FLOPs: reinforcement learning, further supervised
+training, and other named arms.
 
-    RUN/start/          supervised training until the held-out tasks are answered well enough, from
-                        which all arms start
+    RUN/start/          supervised training until good enough held-out answers; all arms start here
     RUN/RL-0/           a run, for each seed
     RUN/SFT-0/          supervised training, on as many FLOPs as RL-0 took
     RUN/NAME-0/         a further arm: the run with other settings
     RUN/compare.html    the report (`ttrl.report.compared_runs`), written again after each seed
 
-Each of them is a run folder, so the same call goes on wherever it was interrupted. An iteration of
-a supervised run is a piece of it, at whose end the held-out tasks are asked. The pieces of SFT end
-where the FLOPs of its steps, B·3f each (B: tokens of a step, f: FLOPs of a token's forward pass),
-are nearest to what RL had spent after some of its iterations, on reading prompts, writing answers,
-passes before its updates, and forward and backward passes: N = ΣF / (B·3f) steps in all, within
-half a step.
+Each is a run folder, so the same call continues after an interruption. An iteration of a
+supervised run is a piece of it, with the held-out tasks at its end. The pieces of SFT end at the
+FLOPs of its steps, B·3f each (B: tokens of a step, f: FLOPs of a token's forward pass), nearest to
+RL's spending after some of its iterations, on reading prompts, writing answers, passes before its
+updates, and forward and backward passes: N = ΣF / (B·3f) steps in all, within half a step.
 
 Supervised training takes over the run's dtype and GPUs (`ttrl.plans.supervised`). Settings and
 memory of all arms are checked before the first one starts.
@@ -69,24 +67,24 @@ Sets = str | Mapping[str, Sequence[Task]]
 
 @dataclass(frozen=True)
 class Supervised:
-    """Supervised training."""
+    """Describe supervised training."""
 
     examples: Sequence[Mapping[str, Any]]
     """{"messages": …}, with the answers."""
     settings: Mapping[str, Any]
     """Of SFTConfig: learning rate, conversations in a step, …"""
     marks: Sequence[int] = ()
-    """Of the start: steps after which the held-out tasks are asked, the last of which ends it."""
+    """Of the start: step counts for asking the held-out tasks; the last one ends it."""
     metric: str = "exact"
     stop_at: float | None = None
-    """Of the start: what ends it earlier, such as a share of 0.95 of answers in the asked format
-    (metric "format").
+    """Of the start: a metric value for an earlier end, such as a share of 0.95 of answers in the
+    requested format (metric "format").
     """
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Tasks that each policy is asked, and how: further settings of `evaluate`."""
+    """Hold the tasks for each policy, and further settings of `evaluate`."""
 
     tasks: Sequence[Task]
     metric: str
@@ -124,10 +122,10 @@ def run_arms(
     sets: Sets,
 ) -> str:
     """Train all arms with all seeds and compare them; return the comparison. With --check, only
-    check; with --plan, say what RL takes, and SFT with it.
+    check; with --plan, plan RL, and SFT with it.
 
-    config: RL's; `model` is what the start is trained from. Raises what `train`, `tune` and
-        `evaluate` raise.
+    config: RL's; `model` is the model before the start. Raises the errors of `train`, `tune` and
+    `evaluate`.
     """
     config, problems = with_settings(config, arguments.set)
     named = {RL: config}
@@ -209,7 +207,7 @@ def _run_arms(
 
 
 def _how(config: TrainConfig) -> dict[str, Any]:
-    """Return how a run asks its held-out tasks, as settings of `evaluate`."""
+    """Return a run's settings for its held-out tasks, as settings of `evaluate`."""
     return {
         "samples_per_task": config.validation_samples,
         "temperature": config.resolved_validation_temperature,
@@ -231,10 +229,10 @@ def supervised_first(
     held_out: Sequence[Task],
     start: Supervised,
 ) -> TrainConfig:
-    """Return the run's config with the model that supervised training makes first, in RUN/start.
+    """Return the run's config with the model from supervised training in RUN/start.
 
-    With --check, --plan and --tiny nothing is trained, and the config stays as it is; a plan says
-    what that training takes. Raises what `run_recipe` and `supervised_run` raise.
+    With --check, --plan and --tiny nothing is trained, and the config stays as it is; a plan
+    includes this training. Raises the errors of `run_recipe` and `supervised_run`.
     """
     if arguments.tiny:
         return config
@@ -263,14 +261,14 @@ def _planned(
     start: Supervised,
     sft: Supervised | None,
 ) -> ArmsPlan:
-    """Plan the arms of the first seed, those that were begun with the settings of then."""
+    """Plan the arms of the first seed; arms already begun keep their settings."""
     run = Path(arguments.run)
     config = named[RL]
     hardware = Hardware.of(config)
     model = shape_of(config)
     runs = {}
     for name, settings in named.items():
-        if settings.cluster is None:  # else its machines decide, once the run is there
+        if settings.cluster is None:  # otherwise its machines decide, once the run is there
             if sft is None:
                 folder = run
             else:
@@ -297,7 +295,7 @@ def _check(planned: ArmsPlan) -> None:
 
 
 def _served(config: TrainConfig, hardware: Hardware) -> TrainConfig:
-    """Return the config with what is chosen of its servers on GPUs."""
+    """Return the config with the settings chosen for its servers on GPUs."""
     if not hardware.cuda or config.cluster is not None:
         return config
     made = choose(shape_of(config), config, hardware.gpus, host=hardware.host, advise=False)
@@ -311,9 +309,7 @@ def _start(
     asked: HeldOut,
     hardware: Hardware,
 ) -> Path:
-    """Train the model that a run starts from, unless it is good enough as it is; return its
-    folder.
-    """
+    """Train the model for a run's start, unless it is good enough as it is; return its folder."""
     from ttrl.loop.train import local_model  # loads PyTorch
     from ttrl.server.chat_template import with_chat_template
 
@@ -345,8 +341,9 @@ def _same_flops(
     config: TrainConfig,
     hardware: Hardware,
 ) -> Path:
-    """Train on as many FLOPs as the run `rl` took, from the model that it started from; return the
-    checkpoint. config: the run's as it was given."""
+    """Train on as many FLOPs as the run `rl` took, from the same starting model; return the
+    checkpoint. config: the run's as it was given.
+    """
     made, _ = TrainConfig.examine(read_mapping(rl / "config.yaml"))
     settings = sft_settings(made, sft.settings)
     settings["data"] = str(run.parent / "examples.jsonl")
@@ -377,13 +374,12 @@ def supervised_run(
     before: IterationFolder | None = None,
     processes: int = 1,
 ) -> Path:
-    """Train up to each mark, counted from the start, and ask the held-out tasks there and before;
-    end where their metric reaches `stop_at`. The same call goes on where it was interrupted.
-    Returns the folder of the last model.
+    """Train up to each mark, counted from the start, and ask the held-out tasks there and before
+    the start; end once their metric reaches `stop_at`. The same call continues after an
+    interruption. Returns the folder of the last model.
 
-    settings: of SFTConfig. before: another run's iteration, whose answers of the model that
-        training starts from are taken over.
-    processes: on this machine, one for each GPU.
+    settings: of SFTConfig. before: another run's iteration; its answers by the starting model are
+    taken over. processes: on this machine, one for each GPU.
     """
     folder = RunFolder(run)
     with folder.locked():
@@ -506,7 +502,7 @@ def _finish(
 
 
 def _ask(checkpoint: Path, asked: HeldOut, path: Path) -> ValidateFacts:
-    """Ask a policy the held-out tasks; return what the marker says, as that of a run does."""
+    """Ask a policy the held-out tasks; return the facts for the marker, as a run does."""
     began = clock()
     found = evaluate(
         str(checkpoint), {"held-out": asked.tasks}, samples_file=path, pbar=False, **asked.how
@@ -575,7 +571,7 @@ def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
 
 
 def _sft_plan(run: Path) -> str:
-    """Say what the plan of RL means for SFT, which takes as many FLOPs."""
+    """Describe RL's plan for SFT; it takes as many FLOPs."""
     plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
     flops = plan["iterations"] * sum(
         plan["flops"][name] for name in ("sampling", "training", "prepass")

@@ -1,10 +1,10 @@
-"""`ttrl doctor --certify`: prove on this machine's hardware what training rests on, and write it
-down for a bug report.
+"""`ttrl doctor --certify`: test the foundations of training on this machine's hardware, and write
+the results for a bug report.
 
-What `ttrl.instruments.certificate` tries runs in a process of its own, so that a crash of the
-hardware's driver is a result. A run of a tiny model follows, with a real server, whose weights are
-compared one by one after every iteration: it must learn. With several GPUs a second run shards the
-model over two of them. Never run on a GPU yet.
+The trials of `ttrl.instruments.certificate` run in a separate process, so a crash of the
+hardware's driver is a result. A run of a tiny model follows, with a real server; its weights are
+compared one by one after every iteration, and it must learn. With several GPUs a second run shards
+the model over two of them. Never run on a GPU yet.
 """
 
 import itertools
@@ -32,14 +32,14 @@ ITERATIONS = 12
 STOP_AT = 0.7
 """Of the held-out words; the warm start sorts about half."""
 Case = Mapping[str, Any]
-"""part, case, passed (None where it was left out), found, seconds: as
-`ttrl.instruments.certificate` prints.
+"""part, case, passed (None if left out), found, seconds: as `ttrl.instruments.certificate` prints.
 """
 
 
 def certify(out: Path, say: Callable[[str], None]) -> bool:
-    """Try everything, say each result as it comes, and write `out`.json and `out`.html. Returns
-    whether nothing failed. Raises UserError where these could not be written."""
+    """Try everything, report each result at once, and write `out`.json and `out`.html. Returns
+    whether nothing failed. Raises UserError if the files cannot be written.
+    """
     if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(
             f"--out {out}: {out.absolute().parent} is not a folder that can be written to; make "
@@ -57,7 +57,7 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
     try:
         for case in itertools.chain(numerics(say), runs(len(gpus), say)):
             cases.append(case)
-    finally:  # also after Ctrl-C: what was found until then
+    finally:  # also after Ctrl-C: the findings so far
         line = verdict(device, cases)
         minutes = round((time.monotonic() - began) / 60, 1)
         content = {"verdict": line, "minutes": minutes, "machine": machine, "cases": cases}
@@ -83,7 +83,7 @@ def _case(part: str, case: str, passed: bool | None, found: str, since: float) -
 def numerics(
     say: Callable[[str], None], command: str = "ttrl.instruments.certificate"
 ) -> Iterator[Case]:
-    """Yield what the kernels, the optimizers and parking come to, from a process of its own."""
+    """Yield the results of kernels, optimizers and parking, from a separate process."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -113,9 +113,7 @@ def numerics(
 
 
 def runs(gpus: int, say: Callable[[str], None]) -> Iterator[Case]:
-    """Yield what a run of a tiny model comes to: on one device, and with its trainer on two
-    GPUs.
-    """
+    """Yield the results of a tiny model's run: on one device, and with its trainer on two GPUs."""
     with tempfile.TemporaryDirectory(prefix="ttrl-certificate-") as folder:
         yield from (_said(case, say) for case in _run(Path(folder), 1))
         if gpus > 1:
@@ -166,9 +164,7 @@ def _run(folder: Path, processes: int) -> Iterator[Case]:
 
 
 def judge(rows: list[MetricsRow], name: str, began: float) -> Iterator[Case]:
-    """Yield whether a run's metrics show that it learned, and that every policy arrived in the
-    server.
-    """
+    """Yield whether a run's metrics show learning, and every policy's arrival in the server."""
     shares = [share for row in rows if (share := number(row.held_out("exact"))) is not None]
     seconds = [row.seconds for row in rows[1:]]
     phases = {
@@ -212,7 +208,7 @@ def _mark(case: Case) -> str:
 
 
 def verdict(device: str, cases: list[Case]) -> str:
-    """Return one line: what is proven on this hardware."""
+    """Return the proven facts about this hardware in one line."""
     proven, failed, left_out = (
         sum(case["passed"] is state for case in cases) for state in (True, False, None)
     )

@@ -1,12 +1,11 @@
-"""The command `ttrl`: its subcommands, and what errors and signals become.
+"""Run the command `ttrl`: its subcommands, and its handling of errors and signals.
 
-A subcommand is two functions in a file of its group: `add_X`, which adds its arguments to a parser,
-and `run_X`, which prints and returns the exit code. `run_X` imports what it needs when it runs, so
-that `ttrl --help` is instant.
+A subcommand is two functions in a file of its group: `add_X` adds its arguments to a parser, and
+`run_X` prints and returns the exit code. `run_X` imports its needs when it runs, to keep
+`ttrl --help` instant.
 
-Exit codes: 0 done; 1 the answer is no (doctor: this machine cannot run ttrl); 2 something given is
-wrong, or ttrl stopped for a reason that it knows, which is said in a line or two without a
-traceback; 130 interrupted.
+Exit codes: 0 done; 1 the answer is no (doctor: this machine cannot run ttrl); 2 wrong input, or a
+stop for a known reason, told in a line or two without a traceback; 130 interrupted.
 """
 
 import argparse
@@ -76,11 +75,11 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         "make puzzles, start a task of your own, try it before training",
     ),
 }
-"""By name: what adds the arguments, and the line in `ttrl --help`."""
+"""By name: the function for the arguments, and the line in `ttrl --help`."""
 
 
 class Lines(logging.Formatter):
-    """Writes what goes on as it is, and what is wrong with its origin."""
+    """Format progress as plain lines, and problems with their origin."""
 
     def format(self, record: logging.LogRecord) -> str:
         return harmless(
@@ -103,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     speak_in_lines()
     parser = make_parser()
     given = sys.argv[1:] if argv is None else argv
-    if not given:  # somebody looks around
+    if not given:  # a user looks around
         parser.exit(2, parser.format_help())
     arguments, others = parser.parse_known_args(given)
     if others and not getattr(arguments, "takes_others", False):

@@ -24,7 +24,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def run_config(arguments: argparse.Namespace) -> int:
-    """Print the meaning of a setting, in every class that has it."""
+    """Print the meaning of a setting, for every class with it."""
     from ttrl.configs import GRPOConfig, SFTConfig
     from ttrl.configs.recipe import OTHER_NAMES
     from ttrl.configs.run import TrainConfig

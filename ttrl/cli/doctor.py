@@ -1,9 +1,9 @@
-"""`ttrl doctor`: one screen that says whether this machine can run ttrl, and what to do if not.
+"""`ttrl doctor`: show on one screen whether this machine can run ttrl, and how to fix it if not.
 
-Every check returns results: a mark, a fact, and, where something is wrong, the way out. "bad" means
-that ttrl does not run like this; "note" that it runs, slower or not as tested. What imports heavy
-packages happens in processes of its own, in parallel: a package that crashes its process is then a
-result, and doctor itself imports nothing heavy.
+Every check returns results: a mark, a fact, and, for a problem, the way out. "bad": ttrl does not
+run like this; "note": it runs, slower or not as tested. Imports of heavy packages happen in
+separate processes, in parallel: a crashing package is then a result, and doctor itself imports
+nothing heavy.
 """
 
 import importlib.metadata
@@ -41,18 +41,18 @@ NEEDED = {
     "openai",
     "omegaconf",
 }
-"""Without these nothing runs; a missing one of the others is a note."""
+"""Nothing runs without these; a missing one of the others is a note."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the screen."""
+    """Hold one line of the screen."""
 
     mark: Literal["ok", "note", "bad"]
     subject: str
     fact: str
     advice: str = ""
-    """What to do; empty when there is nothing to do."""
+    """The remedy; empty if there is nothing to do."""
 
 
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> list[CheckResult]:
@@ -70,9 +70,7 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> list
 
 
 def check_model(model: str) -> list[CheckResult]:
-    """Say whether ttrl trains a model, as its config.json says, and whether its folder is
-    complete.
-    """
+    """Check whether ttrl trains a model, by its config.json, and whether its folder is complete."""
     from ttrl.errors import ModelFolderError
     from ttrl.plans.planner import check_trainable
     from ttrl.ready_models import is_ready
@@ -93,7 +91,7 @@ def check_model(model: str) -> list[CheckResult]:
 
 
 def read_tested_versions(path: Path = TESTED_VERSIONS) -> dict[str, str]:
-    """Return the first part of the file, {project: version}: what ttrl imports itself."""
+    """Return the first part of the file, {project: version}: ttrl's own imports."""
     first_part = path.read_text(encoding="utf-8").split("# --- Below")[0]
     lines = [
         line.strip()
@@ -104,7 +102,7 @@ def read_tested_versions(path: Path = TESTED_VERSIONS) -> dict[str, str]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return {normalised project name: version} of everything that this Python can import."""
+    """Return {normalised project name: version} of all packages this Python can import."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
@@ -153,7 +151,7 @@ Run = Callable[[str], tuple[str | None, list[str]]]
 
 def try_in_process(code: str, timeout: float = IMPORT_SECONDS) -> tuple[str | None, list[str]]:
     """Run Python code in a process of its own; return (the error's last line or None, the lines
-    printed until then).
+    printed before it).
     """
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     try:
@@ -195,8 +193,8 @@ def check_torch_and_torchtune(
     neighbours: Mapping[str, str],
     run: Run = try_in_process,
 ) -> list[CheckResult]:
-    """Check torch's build against the hardware, for CUDA builds beside a CPU build, and that
-    torchtune can be imported.
+    """Check torch's build against the hardware, and for CUDA builds next to a CPU build; check the
+    import of torchtune.
 
     gpus: those of the machine. neighbours: {project: version} of CUDA_NEIGHBOURS here.
     """
@@ -214,7 +212,7 @@ def check_torch_and_torchtune(
 
 
 def check_vllm(run: Run = try_in_process) -> list[CheckResult]:
-    """Check that vLLM's server module can be imported, which is most of what its start does."""
+    """Check the import of vLLM's server module, most of the work of its start."""
     error, lines = run(_VLLM_CODE)
     if error is not None:
         return [CheckResult("bad", "vLLM", f"cannot be imported: {error}", _REINSTALL)]
@@ -339,7 +337,7 @@ def check_port() -> list[CheckResult]:
 
 def check_compiler() -> list[CheckResult]:
     """Compile a few lines of C. Only torch.compile and vLLM's compiled mode need it, so a missing
-    one is a note.
+    compiler is a note.
     """
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     advice = (
@@ -371,13 +369,13 @@ def check_compiler() -> list[CheckResult]:
 
 
 def check_cores() -> list[CheckResult]:
-    """Count the cores that this process may use: affinity and a container's quota."""
+    """Count the cores available to this process: affinity and a container's quota."""
     cores = float(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     quota = number_in("/sys/fs/cgroup/cpu.max")
     if quota is not None:
-        cores = min(cores, quota / 100_000)  # the period is 100 ms unless somebody changed it
+        cores = min(cores, quota / 100_000)  # the period is 100 ms by default
     if cores < 2:
         advice = (
             "it works; the quickstart was measured on two cores and will take about twice as long"
@@ -387,9 +385,9 @@ def check_cores() -> list[CheckResult]:
 
 
 def examine(folder: Path) -> list[CheckResult]:
-    """Run all checks, concurrently, and return their results in the order of the screen.
+    """Run all checks concurrently, and return their results in the order of the screen.
 
-    folder: where runs would be written.
+    folder: the place for runs.
     """
     gpus = find_gpus()
     installed = installed_versions()

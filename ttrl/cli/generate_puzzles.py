@@ -1,4 +1,4 @@
-"""`ttrl tasks generate`: many puzzles in parallel, to a file that is there whole or not at all."""
+"""`ttrl tasks generate`: make many puzzles in parallel; the file appears whole or not at all."""
 
 import functools
 import json
@@ -24,9 +24,7 @@ FAMILIES = ("temporal-clue", "temporal-clue-night", "zebra-grid")
 
 
 def _maker(family: str, size: str | None) -> Maker:
-    """Return what makes the row of a seed. Raises UserError for a family or a size that there is
-    not.
-    """
+    """Return the function from a seed to a row. Raises UserError for an unknown family or size."""
     if family not in FAMILIES:
         raise UserError(f"no puzzles are named {family!r}; there are {', '.join(FAMILIES)}")
     if family == "zebra-grid":
@@ -61,20 +59,19 @@ def generate(
     processes: int | None = None,
     pbar: bool = True,
 ) -> Path:
-    """Write `n` puzzles as jsonl; the same rows for the same family, seed and size, however many
-    processes make them.
+    """Write `n` puzzles as jsonl; the same rows for the same family, seed and size, with any number
+    of processes.
 
-    size: of temporal-clue a name such as "medium", of zebra-grid houses and attributes such as
-        "5x4"; None mixes sizes.
-    processes: None takes as many as there are cores. Returns the file. Raises UserError, also
-        without python-sat; StorageError.
+    size: for temporal-clue a name such as "medium", for zebra-grid houses and attributes such as
+    "5x4"; None mixes sizes. processes: None takes as many as there are cores. Returns the file.
+    Raises UserError, also without python-sat; StorageError.
     """
     make = _maker(family, size)
     if n < 1:
         raise UserError(f"n is {n}; ask for at least one puzzle")
     if processes is not None and processes < 1:
         raise UserError(f"processes is {processes}; give at least one")
-    solver_class()  # where it is missing, this says so before any process starts
+    solver_class()  # if missing, it raises before any process starts
     seeds = [f"generated {seed} {number}" for number in range(n)]
     count = min(n, processes if processes is not None else len(os.sched_getaffinity(0)))
     with atomic_file(output) as temporary, open(temporary, "w", encoding="utf-8") as file:

@@ -1,6 +1,4 @@
-"""`ttrl doctor` and `ttrl serve`: what this machine can do, and what it does for a run on another
-one.
-"""
+"""`ttrl doctor` and `ttrl serve`: check this machine, and serve a run on another one."""
 
 import argparse
 import logging
@@ -29,7 +27,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Examine this machine; 1 where it cannot run ttrl, or a case of the certificate failed."""
+    """Examine this machine; return 1 if it cannot run ttrl, or a case of the certificate failed."""
     from ttrl.cli import doctor
 
     print(
@@ -45,7 +43,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return 1
     if not arguments.certify:
         return 0
-    from ttrl.cli.certify import certify  # here: it imports what doctor may find missing
+    from ttrl.cli.certify import certify  # here: its imports may be missing, as doctor finds
 
     if certify(arguments.out, say):
         return 0
@@ -109,7 +107,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("--vllm", refused)
     model = str(ready_model(arguments.model) or arguments.model)
     if arguments.adapters is not None:
-        # The files of the hub that the run has, as their digest is compared.
+        # The same files of the hub as the run's, because their digests are compared.
         has_own = arguments.chat_template is not None
         model = str(local_folder(model, chat_template=not has_own))
     dtype = arguments.dtype

@@ -1,4 +1,4 @@
-"""`ttrl models` and `ttrl chat`: models that need no hub, and a conversation with any model."""
+"""`ttrl models` and `ttrl chat`: models without a hub, and a conversation with any model."""
 
 import argparse
 import contextlib
@@ -111,7 +111,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Hold a conversation: a line of standard input is a message, an empty one starts anew, the end
+    """Hold a conversation: a line of standard input is a message, an empty one starts over, the end
     of the input ends it.
     """
     import openai
@@ -163,8 +163,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def client_of(endpoint: Endpoint) -> "openai.OpenAI":
-    """Return openai's client of a server; a proxy of the environment is given the key of no server
-    of our own.
+    """Return openai's client of a server; a proxy from the environment never gets the key of our
+    own servers.
     """
     import openai
 
@@ -177,7 +177,7 @@ def client_of(endpoint: Endpoint) -> "openai.OpenAI":
 
 
 def _read_line() -> str | None:
-    """Return a line that the person wrote; None at the end of the input."""
+    """Return the person's next line; None at the end of the input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:

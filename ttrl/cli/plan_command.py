@@ -1,4 +1,4 @@
-"""`ttrl plan`: what a run will take, of a run, a config, a model, a script or a recipe."""
+"""`ttrl plan`: plan the needs of a run, a config, a model, a script or a recipe."""
 
 import argparse
 import dataclasses
@@ -32,7 +32,7 @@ defaults of `ttrl config`; --set changes them."""
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How a plan is made, and printed. To a script, they are passed as JSON (`--plan JSON`)."""
+    """Hold the options for making and printing a plan. Scripts get them as JSON (`--plan JSON`)."""
 
     gpu: str | None = None
     probe: bool = False
@@ -44,7 +44,7 @@ class PlanOptions:
 
     @classmethod
     def parse(cls, text: str) -> "PlanOptions":
-        """Read what a script was given behind --plan."""
+        """Read the text after a script's --plan."""
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -61,7 +61,7 @@ class PlanOptions:
         recipe_only: bool = False,
         run: Path | None = None,
     ) -> "Plan":
-        """Plan a run. Raises what `ttrl.plan` raises."""
+        """Plan a run. Raises the errors of `ttrl.plan`."""
         from ttrl.loop.run_plan import plan  # loads PyTorch
         from ttrl.plans.expected_lengths import Assumptions
 
@@ -129,7 +129,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Plan what is named, or become the script, which plans itself."""
+    """Plan the named thing, or become the script; it plans itself."""
     print(f"ttrl plan: reading {arguments.config}", file=sys.stderr, flush=True)
     names = [one.name for one in dataclasses.fields(PlanOptions)]
     how = PlanOptions(**{name: getattr(arguments, name) for name in names})
@@ -159,8 +159,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _script(what: str) -> Path | None:
-    """Return the script or recipe of that name, if it is one. Raises UserError for a script that
-    cannot be run."""
+    """Return the script or recipe of this name, if it is one. Raises UserError for a script ttrl
+    cannot run.
+    """
     from ttrl.cli.runs import recipes, script_named
 
     is_recipe = what.replace("-", "_") in recipes() and not Path(what).exists()
@@ -170,8 +171,9 @@ def _script(what: str) -> Path | None:
 
 
 def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) -> int:
-    """Become a script that plans itself; does not return. Raises UserError for one that would train
-    instead."""
+    """Become a self-planning script; does not return. Raises UserError for a script that would
+    train instead.
+    """
     if arguments.tasks is not None:
         raise UserError(
             f"--tasks {arguments.tasks}: {script} has tasks of its own; leave --tasks out"
@@ -191,7 +193,7 @@ def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) 
 
 
 def _check_name(name: str) -> None:
-    """Raise UserError for what is neither a model's name nor anything else that can be planned."""
+    """Raise UserError for a name that is neither a model's nor anything else with a plan."""
     from ttrl.cli.runs import recipes
     from ttrl.ready_models import READY_MODELS, is_ready
 

@@ -1,4 +1,4 @@
-"""`ttrl proxy`: collect what agents ask a model."""
+"""`ttrl proxy`: collect the requests of agents to a model."""
 
 import argparse
 import asyncio
@@ -94,7 +94,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
         options["chat_template"] = read_chat_template(arguments.chat_template)
     key_file = arguments.key_file or Path.home() / ".config" / "ttrl" / "proxy.key"
     key = read_or_make_key(key_file)
-    # What `ttrl replay --train` trains, and how.
+    # Model and settings for `ttrl replay --train`.
     if not is_address(model) and not RunFolder(run).config():
         config = TrainConfig(
             run=str(run),

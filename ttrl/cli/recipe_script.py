@@ -1,12 +1,12 @@
-"""What the scripts in recipes/ share: their options, a warm start of a tiny model, a try-out, what
-they say at the end.
+"""Provide the common parts of the scripts in recipes/: options, a warm start of a tiny model, a
+try-out, closing lines.
 
-A recipe is a script that reads from top to bottom: config, tasks, and `run_recipe`, which is
-`train(config, tasks=…, validation_tasks=…)` and a line about what came of it, unless one of its
-options says otherwise. `--check` makes its tasks and checks its config, and whether its model can
-be had. `--tiny` runs it for an iteration with a tiny random model on the few shortest tasks: it
-learns nothing, but every part of the recipe has run. A random model's answers are all wrong, and of
-equal rewards nothing is trained, so chance is added to them there.
+A recipe is a script for reading from top to bottom: config, tasks, and `run_recipe`. This is
+`train(config, tasks=…, validation_tasks=…)` and a line about the result, unless an option asks
+otherwise. `--check` makes its tasks and checks its config and the availability of its model.
+`--tiny` runs it for an iteration with a tiny random model on the few shortest tasks: it learns
+nothing, but every part of the recipe has run. A random model's answers are all wrong, and equal
+rewards train nothing, so chance is added to them there.
 """
 
 import argparse
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
 _BY_OPTION = ("run", "seed")
-"""Settings that recipes read as well, so that --set would change them for the run alone."""
+"""Settings also read by recipes; --set would change them for the run only."""
 _ALSO_OPTIONS = ("model", "iterations", "weight_sync", "cluster", "nproc_per_node")
-"""Settings that --set changes as an option does."""
+"""Settings with both an option and --set; --set changes them as the option does."""
 _PLAIN_TEMPLATE = (
     "{%- for message in messages -%}{{- message['content'] -}}"
     "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{%- endfor -%}"
@@ -66,13 +66,11 @@ def script_arguments(
     options: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> argparse.Namespace:
     """Read the command line of a recipe: run folder, seed, iterations, any other setting; with
-    `model`, also a model ("" where the recipe makes one of its own); with `data`, also data ("" for
-    data that has no default); with `presets`, settings of an experiment by its name, over which
-    single ones given with --set prevail; `options` adds more. Raises ConfigError where --set
-    contradicts another option.
+    `model`, also a model ("" if the recipe makes its own); with `data`, also data ("" for data
+    without a default); with `presets`, settings of an experiment by its name, overridden one by one
+    by --set; `options` adds more. Raises ConfigError if --set contradicts another option.
 
-    `run` of what it returns is absolute; where the recipe has a model that is not its own, it has
-    `tiny`.
+    `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
     """
     speak_in_lines()
     errors_in_lines(TtrlError, KeyboardInterrupt)
@@ -148,7 +146,7 @@ def script_arguments(
         arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
     arguments.run = arguments.run.absolute()
     if arguments.plan is not None and not arguments.plan.probe:
-        arguments.check = True  # such a plan needs no model that the recipe makes first
+        arguments.check = True  # such a plan needs no model made by the recipe first
     print(f"{parser.prog}: making the tasks", file=sys.stderr)
     return arguments
 
@@ -164,7 +162,7 @@ def _contradictions(
     arguments: argparse.Namespace,
     parser: argparse.ArgumentParser,
 ) -> list[str]:
-    """Return where --set says other than another option, and with it what --set misspells."""
+    """Return contradictions between --set and other options, and misspelled names in --set."""
     given, misspelled = settings_in(arguments.set)
     found = []
     meant: dict[str, Any] = {}
@@ -191,7 +189,7 @@ def _contradictions(
 
 
 def _take_model(arguments: argparse.Namespace) -> None:
-    """Make a model of --set the option's, which recipes read themselves."""
+    """Move a model in --set to the option; recipes read it themselves."""
     given = settings_in(arguments.set)[0].get("model")
     if given is not None:
         arguments.model = str(given)
@@ -207,7 +205,9 @@ def _written(name: str, value: Any) -> str:
 
 
 def _overfit_settings(count: int) -> dict[str, Any]:
-    """Return what --overfit means: no other tasks, and greedy answers to them after each step."""
+    """Return the settings behind --overfit: no other tasks, and greedy answers to them after each
+    step.
+    """
     return {
         "tasks_per_iteration": count,
         "dynamic_sampling": None,
@@ -231,7 +231,7 @@ def supervised_start(
     lr: float = 1e-3,
     rows_per_microbatch: int = 64,
 ) -> Path:
-    """Make a tiny model that has seen `examples` ({"messages": …}): random weights, then a fixed
+    """Make a tiny model trained on `examples` ({"messages": …}): random weights, then a fixed
     number of supervised steps.
 
     Returns the model's folder; made once, and found there again afterwards.
@@ -259,9 +259,9 @@ def supervised_start(
 
 
 def with_plain_template(model: str, folder: Path) -> Path:
-    """Return the folder of a model with a chat template; if it has none (a base model), `folder`:
-    links to its files, and a template that writes nothing but the texts, and ends each answer.
-    Raises ModelFolderError.
+    """Return the folder of a model with a chat template. For a base model without one, return
+    `folder`: links to its files, and a template writing only the texts, with an end after each
+    answer. Raises ModelFolderError.
     """
     from ttrl.loop.train import local_model  # loads PyTorch
 
@@ -278,8 +278,8 @@ def with_plain_template(model: str, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def mistakes_together(arguments: argparse.Namespace, config: TrainConfig) -> Iterator[None]:
-    """Name what is wrong with the data, of which tasks are made here, together with what is wrong
-    with settings and model.
+    """Report faults in the data, found while tasks are made here, together with faults in settings
+    and model.
     """
     try:
         yield
@@ -289,7 +289,7 @@ def mistakes_together(arguments: argparse.Namespace, config: TrainConfig) -> Ite
 
 
 def _is_to_be_had(arguments: argparse.Namespace) -> bool:
-    """Tell whether the model has to be there already, and is not made by the recipe."""
+    """Tell whether the model must already exist, rather than come from the recipe."""
     return bool(getattr(arguments, "model", None)) and not getattr(arguments, "tiny", False)
 
 
@@ -300,9 +300,9 @@ def run_recipe(
     validation_tasks: Sequence[Task],
     what: str,
 ) -> str:
-    """Train; return `what` of the held-out tasks before and after, and where the results are.
+    """Train; return `what` of the held-out tasks before and after, and the place of the results.
 
-    With --check, only check; with --tiny, try the recipe out. Raises what `train` raises.
+    With --check, only check; with --tiny, try the recipe out. Raises the errors of `train`.
     """
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(
@@ -340,7 +340,7 @@ def run_recipe(
     if asked is not None:
         print("planning, with a short run to measure (a minute or two)", file=sys.stderr)
         made = asked.plan(config, tasks, validation_tasks)
-        made.save(Path(config.run))  # the run's report holds it against what comes out
+        made.save(Path(config.run))  # the run's report compares it with the results
         return asked.text(made)
     result = train(config, tasks=tasks, validation_tasks=validation_tasks)
     metrics = RunFolder(result.run).metrics()
@@ -372,7 +372,7 @@ def _rough_plan(
     tasks: Sequence[Task],
     validation_tasks: Sequence[Task],
 ) -> str:
-    """Plan without running anything. A model that the recipe makes of a tiny one has its shape."""
+    """Plan without running anything. A model made from a tiny one by the recipe has its shape."""
     asked: PlanOptions = arguments.plan
     made_first = not _is_to_be_had(arguments) and not Path(config.model).exists()
     with tempfile.TemporaryDirectory(prefix="ttrl-plan-") as scratch:

@@ -1,5 +1,5 @@
-"""`ttrl train`, and what is done with the folder of a run: `ttrl report`, `ttrl view`, `ttrl
-replay` and `ttrl study`.
+"""`ttrl train`, and commands on a run's folder: `ttrl report`, `ttrl view`, `ttrl replay` and
+`ttrl study`.
 """
 
 import argparse
@@ -53,12 +53,12 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 
 def recipes() -> dict[str, Path]:
-    """Return the recipes of a clone by their names; none where ttrl was installed without them."""
+    """Return the recipes of a clone by their names; none if ttrl was installed without them."""
     return {path.stem: path for path in sorted(_RECIPES.glob("*.py"))}
 
 
 def script_named(what: str) -> Path:
-    """Return the script or recipe that is named. Raises UserError where there is none."""
+    """Return the named script or recipe. Raises UserError if there is none."""
     if what.endswith(".py"):
         if not Path(what).is_file():
             raise UserError(
@@ -116,7 +116,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """Write report.html again, and say on standard error what it says."""
+    """Write report.html again, and print its findings on standard error."""
     print(f"ttrl report: reading {arguments.run}", file=sys.stderr, flush=True)
     from ttrl.report.page import write_report
     from ttrl.report.phrases import report_text
@@ -329,5 +329,5 @@ def run_study(arguments: argparse.Namespace) -> int:
     else:
         run = arguments.path.parent.parent.parent
     if arguments.output is None and (run / "metrics.jsonl").is_file():
-        print(leave_report(run))  # which shows the pictures
+        print(leave_report(run))  # it shows the pictures
     return 0

@@ -20,18 +20,18 @@ _OF_RUN = TrainConfig.names()
 _OF_RECIPE = GRPOConfig.names()
 _SPLITS = {"tasks": "train", "validation_tasks": "validation"}
 _OF_THE_MACHINE = ("device", "dtype", "num_threads", "trainer_memory")
-"""Settings that config.yaml of a run holds as the machine decided them."""
+"""Settings recorded in a run's config.yaml as decided by the machine."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What `ttrl plan` is asked about."""
+    """Hold the subject of `ttrl plan`."""
 
     config: TrainConfig
     run: Path | None = None
-    """The run folder that the config lies in."""
+    """The config's run folder."""
     recipe_only: bool = False
-    """Whether it is a config of the recipe, of which the trainer alone is planned."""
+    """Whether it is a config of the recipe; its plan covers only the trainer."""
     tasks: list[Task] = field(default_factory=list)
     validation_tasks: list[Task] = field(default_factory=list)
 
@@ -45,9 +45,9 @@ def read_planned(
 ) -> Planned:
     """Read a run folder, a file of a run's or a recipe's settings, a model folder, or config.json.
 
-    settings: "KEY=VALUE", of the run or else of the recipe. elsewhere: for another machine, whose
-    defaults take the place of what a run folder's config.yaml says of the one that it ran on.
-    with_tasks: make the tasks that a file names.
+    settings: "KEY=VALUE", of the run or else of the recipe. elsewhere: for another machine; its
+    defaults replace the machine's own settings in a run folder's config.yaml. with_tasks: make the
+    tasks named in a file.
 
     Raises UserError, ConfigError, TaskError.
     """
@@ -81,10 +81,10 @@ def read_planned(
 
 
 def model_run(model: str, settings: Sequence[str] = ()) -> TrainConfig:
-    """Return a run of one iteration of a model, with defaults where `settings` say nothing: those
+    """Return a run of one iteration of a model, with defaults for anything not in `settings`: those
     of every run, but no longer than the model's context.
 
-    Raises ConfigError for settings that are none, ModelFolderError.
+    Raises ConfigError for unknown settings, ModelFolderError.
     """
     changes = _known(settings)
     values: dict[str, Any] = {"run": f"runs/{Path(model).name}", "model": model, "iterations": 1}
@@ -100,7 +100,7 @@ def model_run(model: str, settings: Sequence[str] = ()) -> TrainConfig:
 
 
 def _known(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the settings in "KEY=VALUE" texts. Raises ConfigError for those that are none."""
+    """Return the settings in "KEY=VALUE" texts. Raises ConfigError for unknown ones."""
     changes, unknown = settings_in(settings)
     if unknown:
         raise ConfigError("--set", unknown)
@@ -108,9 +108,7 @@ def _known(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_run(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a file's settings with a run folder: runs/ and the file's name, where it names
-    none.
-    """
+    """Return a file's settings with a run folder: its own, or else runs/ and the file's name."""
     return {"run": f"runs/{path.stem}"} | values
 
 
@@ -128,7 +126,7 @@ def _read_mapping(file: Path) -> dict[str, Any]:
 
 
 def _promised(file: Path) -> dict[str, Any]:
-    """Return what the first line of a file of recipe_configs/ says: "# 16 x 141 GB GPU in 2
+    """Return the content of the first line of a file of recipe_configs/: "# 16 x 141 GB GPU in 2
     machines; rows of up to 8192 …".
     """
     with file.open(encoding="utf-8") as lines:
@@ -149,11 +147,11 @@ def _promised(file: Path) -> dict[str, Any]:
 def read_run(
     path: Path, settings: Sequence[str]
 ) -> tuple[TrainConfig, list[Task], list[Task], list[str]]:
-    """Read a run's settings and tasks; return (config, tasks, validation tasks, what is wrong with
-    them, one line each).
+    """Read a run's settings and tasks; return (config, tasks, validation tasks, their faults, one
+    line each).
 
-    settings: "KEY=VALUE", which prevail over the file's. Without `run` in the file, the run folder
-    is runs/ and the file's name. Raises UserError for a file that cannot be read, TaskError.
+    settings: "KEY=VALUE"; they prevail over the file's. Without `run` in the file, the run folder
+    is runs/ and the file's name. Raises UserError for an unreadable file, TaskError.
     """
     values = _with_run(_read_mapping(path), path)
     named = {key: values.pop(key, None) for key in _SPLITS}
@@ -170,8 +168,9 @@ def read_run(
 
 
 def _named_tasks(named: Mapping[str, Any], seed: int) -> tuple[dict[str, list[Task]], list[str]]:
-    """Make the tasks that a file of settings names; return them, and what is wrong with the names.
-    Raises TaskError."""
+    """Make the tasks named in a file of settings; return them, and the faults in the names. Raises
+    TaskError.
+    """
     tasks: dict[str, list[Task]] = {}
     problems = []
     for key, name in named.items():
@@ -185,15 +184,16 @@ def _named_tasks(named: Mapping[str, Any], seed: int) -> tuple[dict[str, list[Ta
 
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """Return the config with other settings, "KEY=VALUE" of the run or else of the recipe, and what
-    is wrong with the result, one line each."""
+    """Return the config with other settings, "KEY=VALUE" of the run or else of the recipe, and the
+    faults of the result, one line each.
+    """
     changes, unknown = settings_in(settings)
     config, found = TrainConfig.examine(_changed(config.to_dict(), changes))
     return config, unknown + found
 
 
 def settings_in(texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings in "KEY=VALUE" texts, and a problem for each text that is none."""
+    """Return the settings in "KEY=VALUE" texts, and a problem for each unknown text."""
     changes: dict[str, Any] = {}
     unknown: list[str] = []
     for text in texts:
@@ -226,7 +226,7 @@ def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_recipe(values: dict[str, Any], file: Path) -> TrainConfig:
-    """Make a run around a recipe's config, of which only the trainer is planned."""
+    """Make a run around a recipe's config; its plan covers only the trainer."""
     if not values.get("model"):
         raise UserError(
             f"{file} names no model; say which: --set model=FOLDER, a config.json, or a name on "

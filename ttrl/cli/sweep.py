@@ -42,7 +42,7 @@ _STATE_FILE = "sweep.json"
 
 @dataclass
 class Sweep:
-    """What the file says."""
+    """Hold the content of the file."""
 
     recipe: str
     runs: str
@@ -81,7 +81,7 @@ class Sweep:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's file. Raises UserError with what is wrong in it."""
+    """Read a sweep's file. Raises UserError with its faults."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -155,7 +155,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
-    """Run what is not finished, then compare all that is."""
+    """Run all unfinished runs, then compare all finished ones."""
     sweep = read_sweep(arguments.file)
     commands = sweep.commands()
     runs = Path(sweep.runs)
@@ -194,9 +194,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _run(command: list[str]) -> int:
-    """Run a script to its end. An interruption reaches it too: it is waited for, so that it can end
-    in order.
-    """
+    """Run a script to its end. An interruption reaches it too; wait for its orderly end."""
     with subprocess.Popen(command) as process:
         try:
             return process.wait()

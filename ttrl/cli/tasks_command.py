@@ -95,7 +95,7 @@ def run_new(arguments: argparse.Namespace) -> int:
 
 
 def run_try(arguments: argparse.Namespace) -> int:
-    """Show prompts, replies and grades; 1 where a reply could not be graded."""
+    """Show prompts, replies and grades; return 1 if a reply could not be graded."""
     from ttrl.cli.try_tasks import try_tasks
     from ttrl.tasks.reference import load_tasks
 

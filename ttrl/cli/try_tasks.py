@@ -1,5 +1,5 @@
-"""A first task of one's own: a file to start from (`ttrl tasks new`); prompts, replies and grades
-(`ttrl tasks try`).
+"""Support a first task of one's own: a file to start from (`ttrl tasks new`); prompts, replies and
+grades (`ttrl tasks try`).
 """
 
 import asyncio
@@ -33,9 +33,7 @@ Say = Callable[[str], None]
 
 
 def write_template(path: Path) -> Path:
-    """Write the template. Raises UserError where the file exists, or is not named so that Python
-    can import it.
-    """
+    """Write the template. Raises UserError if the file exists, or Python cannot import its name."""
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise UserError(
             f"{path}: give a name that Python can import: letters, digits and underscores, "
@@ -59,12 +57,11 @@ def try_tasks(
     server_args: Mapping[str, Any] | None = None,
     chat_template: str | None = None,
 ) -> bool:
-    """Show each task's prompt, replies and grades; return True where every reply was graded.
+    """Show each task's prompt, replies and grades; return True if every reply was graded.
 
-    model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder or name, for
-        which a vLLM server is started here with `server_args` and `chat_template`; it replies
-        `samples` times to each task. None: the `replies` given are graded, and without any only the
-        prompts are said.
+    model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder or name; for
+    these a vLLM server is started here with `server_args` and `chat_template`. It replies `samples`
+    times to each task. None: grade the given `replies`, or without any, show only the prompts.
     Raises UserError, ServerError.
     """
     if model is None:
@@ -110,7 +107,7 @@ def try_tasks(
 
 
 def _graded(task: Task, reply: str) -> Sample:
-    """Grade a reply that no model gave."""
+    """Grade a reply not written by a model."""
     sample = Sample(task_id=task.id, sample=0, messages=task.messages, text=reply)
     if task.grader is None:
         return dataclasses.replace(

@@ -1,11 +1,10 @@
-"""Bring new weights to the machines of replicas by Ray's object store, from each that has them to
-others, so that the run's file system is read once and not by every replica.
+"""Distribute new weights to the replicas' machines through Ray's object store, peer to peer: the
+run's file system is read once, not by every replica.
 
-The lead puts a checkpoint's weights into the store, in pieces. Each replica puts them together as
-files in its machine's memory (/dev/shm), once for all replicas there. vLLM loads them from that
-folder as from the checkpoint, and they are dropped when the sync is over. The proof is the same:
-the workers read the digests that the trainer wrote. A replica without room for the weights, or one
-that comes later, reads the checkpoint itself.
+The lead puts a checkpoint's weights into the store, in pieces. Replicas assemble them as files in
+their machine's memory (/dev/shm), once per machine. vLLM loads this folder like the checkpoint; the
+end of the sync drops it. The proof is the same: the workers read the trainer's digests. A replica
+without room for the weights, or a late one, reads the checkpoint itself.
 """
 
 import fcntl
@@ -29,36 +28,36 @@ logger = logging.getLogger(__name__)
 
 _PIECE = 2**28
 _ROOM = 0.5
-"""Of a machine's part of the object store, and of its free memory, that weights may take."""
+"""Largest share of a machine's object store, and of its free memory, for weights."""
 
 
 class Sent(NamedTuple):
     """The weights of a checkpoint in the store."""
 
     name: str
-    """Which no other weights have."""
+    """Unique to these weights."""
     pieces: Mapping[str, list[Any]]
-    """By the name of a file, references to what it consists of."""
+    """File name → references to its pieces."""
     size: int
     """Bytes."""
 
 
 class Broadcast:
-    """The lead's side. Its methods may be called by several threads."""
+    """Offer weights: the lead's side. Safe for several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._asked: tuple[Any, ...] = ()
-        """What tells the checkpoint that was asked for last from others, of the same path too: an
-        iteration may be done again.
+        """Identity of the last requested checkpoint: the path and its files' stats, since a
+        repeated iteration reuses the path.
         """
         self._sent: Sent | None = None
-        """That checkpoint in the store; None if it was too large, or everybody has read it."""
+        """The last requested checkpoint in the store; None if too large, or read by all."""
         self._readers = 0
 
     def send(self, checkpoint: Path) -> Sent | None:
-        """Return the weights of a checkpoint for one reader, who says later that it `has_read`
-        them; None for one that is to read the files. Raises OSError, RayError."""
+        """Return a checkpoint's weights for one reader, to be released by `has_read`; None if the
+        reader must read the files. Raises OSError, RayError."""
         files = weight_files(checkpoint)
         stats = [file.stat() for file in files]
         size = sum(stat.st_size for stat in stats)
@@ -78,7 +77,7 @@ class Broadcast:
             return self._sent
 
     def has_read(self, name: str) -> None:
-        """Take note that a reader is done; after the last one the store is emptied."""
+        """Release one reader; the last one empties the store."""
         with self._lock:
             if self._sent is not None and self._sent.name == name:
                 self._readers -= 1
@@ -88,7 +87,7 @@ class Broadcast:
     def _has_room(self, checkpoint: Path, size: int) -> bool:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         if not nodes:
-            return False  # all of them have just gone
+            return False  # all have just gone
         least = min(nodes, key=lambda node: node["Resources"].get("object_store_memory", 0.0))
         room = least["Resources"].get("object_store_memory", 0.0)
         if size > _ROOM * room:
@@ -111,23 +110,20 @@ def _pieces(file: Path) -> Iterator[bytes]:
 
 
 class Staged:
-    """A replica's side: checkpoints in its machine's memory. Its methods may be called by several
-    threads.
+    """Keep checkpoints in a machine's memory: the replica's side. Safe for several threads.
 
-    memory/ttrl-USER/lock       held by a process that changes something
+    memory/ttrl-USER/lock       held by a process while it changes something
                      NAME/      the weights of a checkpoint
-                     NAME/lock  held by each process that reads them, until it drops them or ends
+                     NAME/lock  held by each reading process until it drops the weights or ends
     """
 
     def __init__(self, memory: str = "/dev/shm") -> None:
         self._pool = Path(memory, f"ttrl-{os.geteuid()}")
         self._reading: dict[str, IO[bytes]] = {}
-        """By name of the weights: the open lock."""
+        """Name of the weights → open lock."""
 
     def put(self, sent: Sent, seconds: float) -> Path:
-        """Return a folder with the weights. Raises OSError, RayError if that fails, or takes
-        longer.
-        """
+        """Return a folder with the weights. Raises OSError, RayError on failure or timeout."""
         folder = self._pool / sent.name
         with self._locked():
             self._clean()
@@ -150,7 +146,7 @@ class Staged:
         return folder
 
     def drop(self, name: str = "") -> None:
-        """Give back the memory of weights that no process here reads any more. Raises OSError."""
+        """Free the memory of weights without readers here. Raises OSError."""
         with self._locked():
             self._forget(name)
 
@@ -171,7 +167,7 @@ class Staged:
             yield
 
     def _clean(self) -> None:
-        """Remove what no process reads."""
+        """Remove folders without readers."""
         for folder in self._pool.iterdir():
             if folder.is_dir():
                 with open(folder / "lock", "wb") as lock, suppress(BlockingIOError):
@@ -180,7 +176,7 @@ class Staged:
 
 
 def _write(path: Path, references: list[Any], seconds: float) -> None:
-    """Put a file together; it appears as a whole."""
+    """Assemble a file; it appears atomically."""
     unfinished = path.with_suffix(".unfinished")
     with open(unfinished, "wb") as output:
         for reference in references:

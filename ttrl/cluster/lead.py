@@ -1,9 +1,9 @@
-"""The run on a cluster: a detached actor of the run's name, which outlives the program that began
+"""Lead a run on a cluster from a detached actor of the run's name. It outlives the program behind
 it and its own machine.
 
-Ray starts it again elsewhere when its machine dies. It then takes the run over, once the owner
-before gives no sign of life (`ttrl.run_folder.lease`): whatever that one still writes belongs to an
-older epoch, and counts for nothing.
+Ray restarts it elsewhere when its machine dies. It then takes over the run once the previous owner
+gives no sign of life (`ttrl.run_folder.lease`). Later writes of the previous owner belong to an
+older epoch and do not count.
 """
 
 import logging
@@ -38,19 +38,18 @@ from ttrl.system.console import Console
 logger = logging.getLogger(__name__)
 
 _TAKE_OVER_SECONDS = 120.0
-"""For which one that was started again waits for the owner before to fall silent."""
+"""Seconds a restarted lead waits for the previous owner to fall silent."""
 _KILLED_SECONDS = 20.0
-"""For which a new one waits: an owner that Ctrl-C killed looks alive from another machine for 16 s.
-"""
+"""Seconds a new lead waits: an owner killed by Ctrl-C looks alive from another machine for 16 s."""
 _LOOK_SECONDS = 0.5
 _LEFT_SECONDS = 10.0
-"""After which a run that nobody asked for is left alone, and another program may wait for it."""
+"""Seconds without a query until another program may wait for the run."""
 _LARGEST = 90 * 1000**2
-"""Bytes of an actor's class; Ray takes 95 MB."""
+"""Maximum bytes of an actor's class; Ray takes 95 MB."""
 
 
 class Lead:
-    """Runs `work(**arguments)` in a thread; also again, when Ray starts it anew."""
+    """Run `work(**arguments)` in a thread; again after a restart by Ray."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Lead:
     ) -> None:
         self._config, self._asked = config, time.monotonic()
         self._done: tuple[Any, Words | None] | None = None
-        # Of what Ray calls within.
+        # A deprecation inside Ray.
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         threading.Thread(
@@ -83,12 +82,12 @@ class Lead:
                     "accept that"
                 )
             deadline = time.monotonic() + (_TAKE_OVER_SECONDS if again else _KILLED_SECONDS)
-            # The name admits one lead; an owner that lives is refused all the same.
+            # The actor's name admits one lead; a live owner is still refused.
             arguments["take_over"] = True
             while True:
                 try:
                     result = work(**arguments)
-                    end_actors()  # also where nobody asks for the result any more
+                    end_actors()  # even if the result is never fetched
                     self._done = result, None
                     return
                 except RunFolderInUseError:
@@ -101,14 +100,12 @@ class Lead:
             self._done = None, as_words(error)
 
     def done(self) -> tuple[Any, Words | None] | None:
-        """Return (result, what went wrong), or None while it runs."""
+        """Return (result, error), or None while it runs."""
         self._asked = time.monotonic()
         return self._done
 
     def looked_at(self, config: TrainConfig) -> tuple[bool, str | None]:
-        """Return whether it is done, and why a program with this config may not wait for it, or
-        None.
-        """
+        """Return (is done, reason why a program with this config may not wait for it, or None)."""
         if time.monotonic() - self._asked < _LEFT_SECONDS:
             return self._done is not None, "another program waits for it"
         return self._done is not None, None if config == self._config else "it has other settings"
@@ -119,19 +116,18 @@ class Lead:
 
 
 def lead_name(run: str | os.PathLike[str]) -> str:
-    """Return what the run's actor is called, in the namespace "ttrl"."""
+    """Return the name of the run's actor, in the namespace "ttrl"."""
     return f"run {os.path.abspath(run)}"
 
 
 def run_detached(
     config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any], console: Console
 ) -> Any:
-    """Run `work(**arguments)`, the run of `config`, as an actor of the cluster; return its result
-    when it is done.
+    """Run `work(**arguments)`, the run of `config`, as an actor of the cluster; return its result.
 
-    Ctrl-C ends the run; when this process is killed it goes on, and the next one waits for it.
-    Raises RunFolderError where the run is running already and another process waits, and what it
-    raises.
+    Ctrl-C ends the run. If this process is killed, the run continues and the next process waits for
+    it. Raises RunFolderError if the run is active and another process waits for it, and the run's
+    own errors.
     """
     assert config.cluster is not None
     connect(config.cluster)
@@ -165,7 +161,7 @@ def run_detached(
 
 
 def _answer(config: TrainConfig, asked: Any, silent: Any) -> Any:
-    """Return a lead's answer, or `silent` while it is being started again elsewhere."""
+    """Return a lead's answer, or `silent` while Ray restarts it elsewhere."""
     try:
         return ray.get(asked, timeout=ASK_SECONDS)
     except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
@@ -178,9 +174,9 @@ def _answer(config: TrainConfig, asked: Any, silent: Any) -> Any:
 
 
 def _lead_of(*given: Any) -> type[Lead]:
-    """Return the class of a lead that has its arguments within. Ray keeps classes in the cluster's
-    head, while arguments of some size stay with who gave them, after whose death the lead could not
-    be started again. Raises UserError for too large ones.
+    """Return a lead's class with its arguments inside. Ray keeps classes in the cluster's head;
+    large arguments stay with the caller, and its death would rule out a restart. Raises UserError
+    for arguments above the limit.
     """
     packed = zlib.compress(cloudpickle.dumps(given))
     if len(packed) > _LARGEST:
@@ -199,7 +195,7 @@ def _lead_of(*given: Any) -> type[Lead]:
 
 
 def _wanted(config: TrainConfig) -> dict[str, int]:
-    """Return what a lead takes of its machine: one machine's trainer is its own."""
+    """Return a lead's share of its machine; it includes a trainer of one machine."""
     return {
         "num_cpus": 1,
         "num_gpus": config.processes_here if config.nnodes == 1 and has_gpus(config) else 0,
@@ -209,8 +205,8 @@ def _wanted(config: TrainConfig) -> dict[str, int]:
 def _begin(
     config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any], console: Console
 ) -> tuple[Any, bool]:
-    """Return the run's actor, and whether it was started now: one that nobody waits for any more is
-    joined. Raises RunFolderError where there is one that may not be, and what `_lead_of` raises."""
+    """Return (the run's actor, whether it was started now); joins an actor without a waiting
+    program. Raises RunFolderError if the actor may not be joined, and the errors of `_lead_of`."""
     name = lead_name(config.run)
     kind = _lead_of(config, work, arguments, os.environ["RAY_AUTH_MODE"] != "token")
     options = {
@@ -223,7 +219,7 @@ def _begin(
     for _ in range(20):
         try:
             actor = actor_class(kind, **options).remote()
-            actor.__ray_ready__.remote()  # by ray:// a name that is taken is only said now
+            actor.__ray_ready__.remote()  # ray:// reports a taken name only now
             return actor, True
         except ValueError:  # the name is taken
             try:
@@ -238,7 +234,7 @@ def _begin(
             _, words = _answer(config, other.done.remote(), (None, None))
             if words is not None:
                 console.line(f"note: the run ended while nobody waited for it: {words[1]}")
-            ray.kill(other)  # done, and nobody asked
+            ray.kill(other)  # done, result not fetched
             time.sleep(_LOOK_SECONDS)
         elif why_not is None:
             return other, False

@@ -1,4 +1,4 @@
-"""To a Ray cluster and back: how it is reached, and how its actors say what went wrong."""
+"""Connect to a Ray cluster, start its actors and transfer their errors."""
 
 import logging
 from collections.abc import Mapping
@@ -12,21 +12,19 @@ from ttrl.errors import TtrlError, UserError
 
 NAMESPACE = "ttrl"
 ASK_SECONDS = 30.0
-"""For an actor's answer; Ray itself finds a dead machine in about as many."""
+"""Timeout of an actor's answer; Ray needs about as long to detect a dead machine."""
 START_SECONDS = 300.0
-"""For an actor to be there at all: imports take minutes on a machine with much to do, or from a
-slow disk.
-"""
+"""Timeout of an actor's start: imports take minutes on a busy machine or a slow disk."""
 _begun: list[Any] = []
 Words = tuple[str, str]
-"""An error's class and message: some of our exceptions cannot be pickled, and their causes need not
-be there on both sides.
+"""An error's class and message: some of our exceptions cannot be pickled, and their causes may be
+missing on the other side.
 """
 
 
 def connect(address: str) -> None:
     """Connect this process to the cluster at `address` ("auto", "HOST:PORT", "ray://HOST:PORT").
-    Harmless where it is. Raises UserError where that fails."""
+    Harmless if connected. Raises UserError on failure."""
     if ray.is_initialized():
         return
     try:
@@ -42,10 +40,10 @@ def connect(address: str) -> None:
 
 
 def actor_class(kind: type, **options: Any) -> Any:
-    """Return a class of actors that see only GPUs that they ask for (Ray shows all to one that asks
-    for none), and whose child processes are ended by their guards (`ttrl.system.process_guard`).
-    Ray would kill the guards, as they are an actor's own children, and leave what they guard, such
-    as an engine of vLLM with all of its memory.
+    """Return a class of actors with two changes. They see only their requested GPUs (Ray shows all
+    to an actor without any). Guards end their child processes (`ttrl.system.process_guard`): Ray
+    would kill the guards, as an actor's own children, and leave the guarded processes, such as a
+    vLLM engine with all of its memory.
     """
     variables = {
         "RAY_kill_child_processes_on_worker_exit": "false",
@@ -55,13 +53,13 @@ def actor_class(kind: type, **options: Any) -> Any:
 
 
 def begin_actor(kind: type, options: Mapping[str, Any], *arguments: Any) -> Any:
-    """Start an actor, which ends with this process, or before with `end_actors`."""
+    """Start an actor. It ends with this process, or earlier by `end_actors`."""
     _begun.append(actor_class(kind, **options).remote(*arguments))
     return _begun[-1]
 
 
 def end_actors() -> None:
-    """End all actors that this process began."""
+    """End all actors of this process."""
     while _begun:
         ray.kill(_begun.pop())
 
@@ -74,12 +72,12 @@ def has_gpus(config: TrainConfig) -> bool:
 
 
 def last_line(error: BaseException) -> str:
-    """Return what an error of Ray ends with: where an actor's beginning failed, the cause."""
+    """Return the last line of a Ray error: for a failed actor start, the cause."""
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
 
 
 def as_words(error: BaseException) -> Words:
-    """Return what an error says, for another machine."""
+    """Convert an error for another machine."""
     known = isinstance(error, TtrlError)
     return type(error).__name__ if known else "TrainerError", str(
         error
@@ -87,9 +85,7 @@ def as_words(error: BaseException) -> Words:
 
 
 def from_words(words: Words) -> TtrlError:
-    """Return the error that `as_words` was given; UserError for those that are made of more than a
-    message.
-    """
+    """Rebuild an error from `as_words`; UserError for classes with more than a message."""
     kind: Any = getattr(errors, words[0])
     try:
         error: TtrlError = kind(words[1])

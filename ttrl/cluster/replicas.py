@@ -1,9 +1,9 @@
-"""A run's servers on a cluster: an actor for each, which owns a vLLM server, keeps it alive, and is
-started elsewhere with it.
+"""Run a run's servers on a cluster: one actor per vLLM server. The actor owns the server, keeps it
+alive, and restarts elsewhere with it.
 
-To the run they are servers that somebody else started (`ttrl.server.connection.JoinedServer`). Only
-their addresses may change, and weights are brought to their machines (`Link`). One that comes back
-at another address serves from the next sampling phase on.
+To the run they are joined servers (`ttrl.server.connection.JoinedServer`), except for changing
+addresses and the transfer of weights to their machines (`Link`). A server back at another address
+serves from the next sampling phase on.
 """
 
 import contextlib
@@ -38,20 +38,18 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 5.0
 _BY_FILES = 4
-"""With up to so many servers, reading one file system takes no longer than two further copies would
+"""Up to this many servers, reading one file system is as fast as two further copies
 (docs/explanation/scale.md).
 """
 _STAGE_SECONDS = 60.0
 _SLOWEST = 2e7
-"""Bytes a second of weights that are waited for: a network of 1 GbE has five times as many."""
+"""Slowest accepted transfer of weights, bytes/s; 1 GbE has five times as many."""
 _PAUSE_SECONDS = 30.0
-"""After which a server that did not start is tried again: its GPU may not be free yet, or its disk
-slow.
-"""
+"""Pause before retrying a failed server start: its GPU may be busy, or its disk slow."""
 
 
 class Replica:
-    """One vLLM server, at an address of its machine."""
+    """Run one vLLM server at an address of its machine."""
 
     def __init__(self, config: TrainConfig, model: Path, log: Path, key: str) -> None:
         self._server = make_server(config, model, log, adapters=config.gives_adapters)
@@ -61,7 +59,7 @@ class Replica:
         self._problem: Words | None = None
         self._staged = Staged()
         with contextlib.suppress(OSError):
-            self._staged.drop()  # what was left here by those before
+            self._staged.drop()  # leftovers of earlier replicas
         threading.Thread(target=self._serve, name="server", daemon=True).start()
 
     def _serve(self) -> None:
@@ -78,22 +76,22 @@ class Replica:
             time.sleep(_PAUSE_SECONDS)
 
     def state(self) -> tuple[str | None, Words | None]:
-        """Return (address, what went wrong); neither while it starts."""
+        """Return (address, error); neither while it starts."""
         return self._url, self._problem
 
     def stage(self, sent: Sent, seconds: float) -> Path:
-        """Bring a checkpoint's weights to this machine; return the folder. Raises OSError,
+        """Transfer a checkpoint's weights to this machine; return the folder. Raises OSError,
         RayError.
         """
         return self._staged.put(sent, seconds)
 
     def drop(self, name: str) -> None:
-        """Give back the memory that they took."""
+        """Free the memory of these weights."""
         self._staged.drop(name)
 
 
 class Link:
-    """The lead's side of a replica: where its server is, and how weights come to its machine."""
+    """Find a replica's server and transfer weights to its machine: the lead's side."""
 
     def __init__(
         self, number: int, actor: Any, start_timeout: float, broadcast: Broadcast | None = None
@@ -102,12 +100,12 @@ class Link:
         self._actor = actor
         self._patience = start_timeout
         self._broadcast = broadcast
-        self._tried = ""  # the name of what was brought last
-        self._asked: Any = None  # what it has not answered yet
+        self._tried = ""  # name of the last transferred weights
+        self._asked: Any = None  # pending request
 
     def find(self) -> str:
-        """Return the server's address. The first time, wait until it has started. Raises
-        ServerDiedError if it is gone, or being started again.
+        """Return the server's address. The first call waits for its start. Raises ServerDiedError
+        for a server lost or restarting.
         """
         deadline = time.monotonic() + self._patience
         self._patience = 0.0
@@ -121,7 +119,7 @@ class Link:
         return url
 
     def _ask(self) -> str | None:
-        # One whose machine is cut off delays the run once.
+        # A replica on a disconnected machine delays the run only once.
         seconds = _ANSWER_SECONDS if self._asked is None else 0.0
         asked = self._asked = self._asked or self._actor.state.remote()
         try:
@@ -139,8 +137,8 @@ class Link:
 
     @contextlib.contextmanager
     def bring(self, server: ServerConnection, checkpoint: Path) -> Iterator[list[Path]]:
-        """Bring a checkpoint's weights to the replica's machine, and give back their memory at the
-        end; yield that folder and the checkpoint itself.
+        """Transfer a checkpoint's weights to the replica's machine, and free their memory at the
+        end; yield this folder and the checkpoint itself.
         """
         places = [server.reads(checkpoint)]
         sent: Sent | None = None
@@ -148,7 +146,7 @@ class Link:
             try:
                 if self._broadcast is not None:
                     sent = self._broadcast.send(checkpoint)
-                # If the sync before failed, what it read may still be on its way out.
+                # After a failed sync, the same weights may still be on their way out.
                 if sent is not None and sent.name != self._tried:
                     self._tried = sent.name
                     seconds = _STAGE_SECONDS + sent.size / _SLOWEST
@@ -168,7 +166,7 @@ class Link:
 
 def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[JoinedServer]:
     """Begin to start `config.replicas` servers of a model, or of the base of adapters, spread over
-    the cluster; they end with the process that did."""
+    the cluster. They end with this process."""
     key = secrets.token_urlsafe(32)
     options: dict[str, Any] = {
         "max_concurrency": 4,

@@ -1,9 +1,8 @@
-"""A trainer over several machines of a cluster: an actor on each, in a placement group that spreads
-them, with a torchrun each.
+"""Run a trainer on several machines of a cluster: one actor with a torchrun on each, in a placement
+group with STRICT_SPREAD.
 
-Where they meet is an address of the first one's machine, at a port that is free there
-(`ttrl.launch.nodes`). A machine that dies ends the trainer; the loop starts another one, which
-waits for as many machines again.
+They meet at an address of the first machine, at a free port (`ttrl.launch.nodes`). A dead machine
+ends the trainer; the loop starts another one and waits for as many machines again.
 """
 
 import contextlib
@@ -36,13 +35,13 @@ _STOP_SECONDS = 10.0
 
 
 class TrainerNode:
-    """One machine's part of the trainer."""
+    """Run one machine's part of the trainer."""
 
     def __init__(self) -> None:
         self._process: TrainerProcess | None = None
 
     def endpoint(self) -> str:
-        """Return an address of this machine with a port that is free now."""
+        """Return an address of this machine with a free port."""
         host = ray.util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
@@ -59,7 +58,7 @@ class TrainerNode:
         endpoint: str,
         leads: bool,
     ) -> Any:
-        """Start its torchrun; return what went wrong, or None."""
+        """Start its torchrun; return the error, or None."""
         try:
             if not (path / "start.yaml").is_file():
                 raise UserError(
@@ -78,7 +77,7 @@ class TrainerNode:
             return as_words(error)
 
     def ended(self) -> tuple[bool, Words | None]:
-        """Return whether it has ended, and what went wrong."""
+        """Return (has ended, error)."""
         assert self._process is not None
         try:
             return self._process.ended(), None
@@ -97,8 +96,8 @@ class TrainerNode:
 
 
 class ClusterTrainer(TrainerProcess):
-    """The lead's side of it: one process, to all appearances. path: the folder of this start; log:
-    the first machine's.
+    """Present the machines' parts as one process: the lead's side. path: the folder of this start;
+    log: the first machine's.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class ClusterTrainer(TrainerProcess):
         self._look_at = 0.0
 
     def start(self) -> "ClusterTrainer":
-        """Take the machines, and start their parts. Raises TrainerError where so many are not free
+        """Reserve the machines and start their parts. Raises TrainerError unless enough are free
         within `join_timeout`.
         """
         config = self._config
@@ -156,8 +155,8 @@ class ClusterTrainer(TrainerProcess):
         return self
 
     def ended(self) -> bool:
-        """See `TrainerProcess.ended`; looks twice a second. Gives the machines back where it has,
-        however it ended: another start needs them."""
+        """See `TrainerProcess.ended`; polls twice a second. Any end releases the machines, for the
+        next start."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + _LOOK_SECONDS
@@ -173,18 +172,18 @@ class ClusterTrainer(TrainerProcess):
     def _have_ended(self) -> bool:
         answers = [self._ask(number, node.ended.remote) for number, node in enumerate(self._nodes)]
         wrong = [from_words(words) for _, words in answers if words is not None]
-        if wrong:  # what a process said of itself before what the others say of its end
+        if wrong:  # a process's own error before other processes' reports of its end
             raise min(wrong, key=lambda error: isinstance(error, TrainerDiedError))
         return all(ended for ended, _ in answers)
 
     def log_task_to(self, path: Path | None) -> None:
         """See `TrainerProcess.log_task_to`."""
         if self._nodes:
-            with contextlib.suppress(TrainerDiedError):  # the next look at it says so
+            with contextlib.suppress(TrainerDiedError):  # the next poll reports it
                 self._ask(0, self._nodes[0].log_task_to.remote, path)
 
     def stop(self, timeout: float = 1.0) -> int | None:
-        """End all parts, and give the machines back."""
+        """End all parts and release the machines."""
         nodes = self._nodes
         self._nodes = []
         ray.wait(

@@ -1,9 +1,9 @@
-"""A run's sampling workers on a cluster: an actor on a CPU for each, with the runner and its share
-of the servers.
+"""Run a run's sampling workers on a cluster: one actor each, on a CPU, with the runner and its
+share of the servers.
 
-They sample, grade and tokenize; the lead hands out tasks (`ttrl.rollouts.divided`) and gets groups
-as arrays in the object store. Ray starts one that dies again, where it likes; it then takes its
-share on anew.
+They sample, grade and tokenize. The lead assigns tasks (`ttrl.rollouts.divided`) and gets groups as
+arrays in the object store. Ray restarts a dead worker on any machine; it then takes up its share
+again.
 """
 
 import asyncio
@@ -34,15 +34,13 @@ from ttrl.rollouts.worker import Report, WorkerCall
 
 _SERVERS_EACH = 16
 _FEW_SERVERS = 32
-"""Up to which the lead does it all."""
+"""Up to this many servers the lead samples without workers."""
 _FIND_SECONDS = 1.0
-"""For the other actors when the first one is up; those that are slower get whatever servers are
-left.
-"""
+"""Seconds for the other actors once the first is up; slower ones get the remaining servers."""
 
 
 class SamplingWorker:
-    """One worker: the runner, for any number of calls at once."""
+    """Run one worker: the runner, for any number of concurrent calls."""
 
     def __init__(self, model: Path) -> None:
         self._tokenize, self._calls = tokenized_by(model), dict[str, WorkerCall]()
@@ -52,7 +50,7 @@ class SamplingWorker:
         return str(ray.util.get_node_ip_address())
 
     async def open(self, name: str, request: SamplingRequest) -> Words | None:
-        """Begin a call anew; return what is wrong with it."""
+        """Begin a call, ending an earlier one of this name; return the error."""
         try:
             await self.close(name)
             call = WorkerCall(request, self._tokenize)
@@ -63,9 +61,7 @@ class SamplingWorker:
         return None
 
     async def work(self, name: str, jobs: Sequence[Job], more: bool) -> Report | Words | None:
-        """See `WorkerCall.work`. Returns what went wrong; None for a call that it does not know, as
-        it was started anew.
-        """
+        """See `WorkerCall.work`. Returns the error; None for a call unknown after a restart."""
         if name not in self._calls:
             return None
         try:
@@ -81,7 +77,7 @@ class SamplingWorker:
 
 
 class WorkerActor:
-    """The lead's side of a worker (`ttrl.rollouts.divided.Worker`)."""
+    """Drive a worker (`ttrl.rollouts.divided.Worker`): the lead's side."""
 
     def __init__(self, number: int, actor: Any) -> None:
         self.name = f"sampling worker {number}"
@@ -113,9 +109,9 @@ class WorkerActor:
 
 
 def worker_count(config: TrainConfig) -> int:
-    """Return how many workers a run has."""
+    """Return the number of workers of a run."""
     servers = config.servers_in_all
-    if config.tokens_per_iteration is not None:  # a budget is of all servers together
+    if config.tokens_per_iteration is not None:  # a budget covers all servers together
         return 0
     if config.sampling_workers is None:
         if servers > _FEW_SERVERS:
@@ -127,8 +123,8 @@ def worker_count(config: TrainConfig) -> int:
 def start_workers(
     config: TrainConfig, model: Path
 ) -> Callable[[Sequence[Endpoint]], list[tuple[Worker, Client]]] | None:
-    """Begin to start workers, spread over the cluster; return what gives them their servers, None
-    without any.
+    """Begin to start workers, spread over the cluster; return a function to assign their servers,
+    None without workers.
     """
     count = worker_count(config)
     if not count:
@@ -144,7 +140,7 @@ def start_workers(
     ]
 
     def shares(endpoints: Sequence[Endpoint]) -> list[tuple[Worker, Client]]:
-        # Also while it starts again.
+        # Retries while the worker restarts.
         asked = [worker.actor.where.options(max_task_retries=-1).remote() for worker in workers]
         ray.wait(asked, timeout=START_SECONDS)
         known, _ = ray.wait(asked, num_returns=count, timeout=_FIND_SECONDS)
@@ -168,8 +164,8 @@ def _answer(asked: Any) -> str | None:
 def tokenized_by(
     model: Path,
 ) -> Callable[[TaskResult], tuple[list[TokenizedResult], dict[str, int]]]:
-    """Return what tokenizes a group for `Prepared.sequences`, with the tokenizer of a model's
-    folder.
+    """Return a function to tokenize groups for `Prepared.sequences`, with the tokenizer of a
+    model's folder.
     """
     from transformers import AutoTokenizer
 

@@ -1,7 +1,8 @@
-"""All settings: of a run (`run`), of the recipes (`recipe`, `objective`), of the data (`data`).
+"""Define all settings: of a run (`run`), of the recipes (`recipe`, `objective`), of the data
+(`data`).
 
-Nothing here loads torch, so that the loop can check what it is going to write into a recipe's YAML
-file before anything expensive starts.
+Nothing here loads torch, so the loop can check a recipe's YAML file before anything expensive
+starts.
 """
 
 from ttrl.configs.base import Config

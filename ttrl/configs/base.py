@@ -1,5 +1,5 @@
-"""Strict dataclasses that report everything that is wrong with them at once, and how they are shown
-without their secrets.
+"""Define strict dataclasses: they report all their mistakes at once, and hide their secrets when
+shown.
 """
 
 import dataclasses
@@ -21,9 +21,7 @@ _C = typing.TypeVar("_C", bound="Config")
 
 
 def required() -> Any:
-    """Return a field that a file of settings must have, and that is "" where Python code leaves it
-    out.
-    """
+    """Return a field required in a file of settings; in Python code its default is ""."""
     return dataclasses.field(default="", metadata={"required": True})
 
 
@@ -91,7 +89,7 @@ def _describe(kind: Any) -> str:
 
 def _converted(value: Any, kind: Any) -> Any:
     """Return `value` as `kind`, or raise TypeError. Ints pass as floats, and so do strings such as
-    1e-4, which YAML 1.1 reads as text; nothing else is converted."""
+    1e-4 (text in YAML 1.1); nothing else is converted."""
     origin = typing.get_origin(kind)
     if origin is Literal:
         if value in typing.get_args(kind) and not isinstance(value, bool):
@@ -132,7 +130,7 @@ def _converted(value: Any, kind: Any) -> Any:
 
 
 def absent_folder(model: str) -> list[str]:
-    """Return a model that can only be a folder, and is none, in a line."""
+    """Return a line about a model if it can only be a folder and does not exist."""
     is_folder = model.startswith((".", "/", "~")) or model.count("/") > 1
     if is_folder and not os.path.exists(model):
         return [f"model folder {model} does not exist"]
@@ -147,7 +145,7 @@ def _kinds(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-# For wrong required values, so that the others are checked.
+# Stand-ins for wrong required values, to check the others.
 _STAND_INS: dict[Any, Any] = {str: "", int: 1, float: 1.0}
 
 
@@ -168,18 +166,16 @@ class Config:
     """
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values beyond their types, one line each."""
+        """Return the mistakes in the values beyond their types, one line each."""
         return []
 
     def local_problems(self) -> list[str]:
-        """Return what is wrong with them for the packages that are installed here, one line
-        each.
-        """
+        """Return the mistakes for the packages installed here, one line each."""
         return []
 
     def absent(self) -> list[str]:
-        """Return what the values name that is not on this machine, one line each, where a look at
-        its files tells that. Looked for where something else is wrong: whoever uses them says more.
+        """Return things named by the values but missing on this machine, one line each, as far as
+        its files tell. Called after other mistakes too: later users of the values say more.
         """
         return []
 
@@ -190,8 +186,8 @@ class Config:
 
     @classmethod
     def elsewhere(cls, name: str) -> str | None:
-        """Return what to write for a setting of something else, or of another library; None where
-        that is not known.
+        """Return advice for a setting of something else, or of another library; None if there is
+        none.
         """
         return None
 
@@ -207,11 +203,9 @@ class Config:
 
     @classmethod
     def examine(cls, values: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """Return a config in which defaults stand in for wrong values, and every problem, one line
-        each.
-        """
+        """Return a config with defaults for wrong values, and every problem, one line each."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        itself: Any = cls  # mypy takes it for one of its configs, which have no hash
+        itself: Any = cls  # mypy takes it for one of its configs, and those have no hash
         kinds = _kinds(itself)
         found: list[str] = []
         meant = set()
@@ -244,7 +238,7 @@ class Config:
                     continue
                 except TypeError:
                     found.append(f"{name} is {values[name]!r}; it must be {_describe(kinds[name])}")
-            elif required and name not in meant:  # else it is there, misspelt
+            elif required and name not in meant:  # otherwise it is there, misspelt
                 found.append(f"{name} is missing; it must be {_describe(kinds[name])}")
             if required:
                 converted[name] = _STAND_INS.get(kinds[name], "")
@@ -252,11 +246,11 @@ class Config:
         return config, found + config.problems()
 
     def check(self, where: str) -> Self:
-        """Check a config that was made in Python as `parse` would. Raises ConfigError."""
+        """Check a config made in Python like `parse`. Raises ConfigError."""
         return self.parse(self._values(), where)
 
     def examined(self) -> tuple[Self, list[str]]:
-        """Examine a config that was made in Python as `examine` does its plain values."""
+        """Examine a config made in Python, like `examine` its plain values."""
         return self.examine(self._values())
 
     def _values(self) -> dict[str, Any]:
@@ -270,7 +264,7 @@ class Config:
         return self._unless(lambda value: value >= minimum, f"at least {minimum}", names)
 
     def above_zero(self, *names: str) -> list[str]:
-        """Return a problem for each value that is 0 or less."""
+        """Return a problem for each value of 0 or less."""
         return self._unless(lambda value: value > 0, "above 0", names)
 
     def within(self, interval: Literal["[0, 1]", "[0, 1)"], *names: str) -> list[str]:
@@ -296,8 +290,8 @@ class Config:
         return dataclasses.asdict(self)
 
     def given(self) -> dict[str, Any]:
-        """Return the plain values that the constructor was given, misspelt ones too, and those that
-        are no defaults; of a copy, which is given all, the latter alone."""
+        """Return the constructor's plain values, misspelt ones too, and those different from the
+        defaults; for a copy, only the latter."""
         own = {field.name: field for field in dataclasses.fields(self)}
         if len(self._given) < len(own):
             named = self._given
@@ -322,10 +316,8 @@ _SECRET = re.compile(
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """Return plain values in which each string whose name says that it is a secret is replaced by
-    HIDDEN.
-    """
-    if isinstance(values, Mapping):  # of what is secret as a whole, such as headers, every part
+    """Return plain values, with HIDDEN for each string with a secret's name."""
+    if isinstance(values, Mapping):  # for a secret as a whole, such as headers, every part
         return {
             key: without_secrets(value, name if _SECRET.search(name) else str(key))
             for key, value in values.items()

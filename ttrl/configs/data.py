@@ -1,6 +1,4 @@
-"""Settings of the data: advantages, what happens to samples longer than a row, what is stored
-once.
-"""
+"""Define the settings of the data: advantages, samples longer than a row, and data stored once."""
 
 import math
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ class AdvantageConfig:
             raise ConfigError("AdvantageConfig", found)
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one line each."""
+        """Return the mistakes in the values, one line each."""
         found = []
         if self.kind not in get_args(AdvantageKind):
             found.append(f"kind is {self.kind!r}; choose 'std', 'mean', 'leave_one_out' or 'batch'")

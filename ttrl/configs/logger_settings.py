@@ -1,6 +1,4 @@
-"""The names of loggers in configs, and what can be wrong with such an entry. Loads none of their
-packages.
-"""
+"""Name the loggers for configs, and check such entries. Loads none of their packages."""
 
 import difflib
 import importlib.util
@@ -18,8 +16,8 @@ _TORCHTUNE_NEEDS: dict[str, str | None] = {
 
 
 def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
-    """Return an entry of `loggers` as (name or dotted name, arguments). Raises ValueError that says
-    what is wrong with it.
+    """Return an entry of `loggers` as (name or dotted name, arguments). Raises ValueError with the
+    mistake.
     """
     if isinstance(entry, str):
         name = entry
@@ -63,9 +61,7 @@ def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
 
 
 def logger_problems(entry: Any) -> list[str]:
-    """Return what is wrong with an entry, one line each: no such logger, or its package is
-    missing.
-    """
+    """Return the mistakes in an entry, one line each: no such logger, or its package is missing."""
     try:
         name, _ = normalised(entry)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Addresses and keys of servers that others have started, and a machine's GPUs."""
+"""Check addresses and keys of servers started by others, and divide a machine's GPUs."""
 
 import math
 import os
@@ -14,7 +14,7 @@ SERVER_KEY_VARIABLE = "TTRL_SERVER_KEY"
 
 
 def server_address_problems(urls: Sequence[str]) -> list[str]:
-    """Return what is wrong with the addresses of joined servers, one line each."""
+    """Return the mistakes in the addresses of joined servers, one line each."""
     found = []
     for url in urls:
         parts = urlsplit(url)
@@ -33,7 +33,7 @@ def server_address_problems(urls: Sequence[str]) -> list[str]:
 
 
 def joined_problems(urls: Sequence[str]) -> list[str]:
-    """Return what is wrong with joined servers, addresses and key, one line each."""
+    """Return the mistakes in joined servers, addresses and key, one line each."""
     found = server_address_problems(urls)
     if urls and not found:
         try:
@@ -44,8 +44,8 @@ def joined_problems(urls: Sequence[str]) -> list[str]:
 
 
 def server_keys(urls: Sequence[str]) -> dict[str, str]:
-    """Return the key of each joined server, from the environment. Raises ConfigError where it is
-    not known.
+    """Return the key of each joined server, from the environment. Raises ConfigError if it is
+    unknown.
     """
     if not urls:
         return {}
@@ -80,9 +80,7 @@ def _without_path(url: str) -> str:
 
 
 def gpus_of_a_server(arguments: Mapping[str, Any]) -> int:
-    """Return how many GPUs a server takes, by vLLM's arguments, which may be written with
-    dashes.
-    """
+    """Return a server's number of GPUs, by vLLM's arguments, with dashes or underscores."""
     given = {name.replace("-", "_"): value for name, value in arguments.items()}
     return math.prod(
         int(given.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data")
@@ -90,8 +88,8 @@ def gpus_of_a_server(arguments: Mapping[str, Any]) -> int:
 
 
 def divided_devices(devices: list[str], trainers: int) -> tuple[list[str], list[str]]:
-    """Return which of a machine's GPUs train and which serve, where no GPU does both. Raises
-    ConfigError where none is left.
+    """Return a machine's GPUs for training and for serving, if no GPU does both. Raises ConfigError
+    if none is left.
     """
     if trainers >= len(devices):
         raise ConfigError(
@@ -107,7 +105,7 @@ def divided_devices(devices: list[str], trainers: int) -> tuple[list[str], list[
 
 def shares_of_devices(servers: int, each: int, devices: list[str]) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES for each server: `each` devices, in their order. Raises
-    ConfigError where there are too few.
+    ConfigError if there are too few.
     """
     if servers * each > len(devices):
         raise ConfigError(
@@ -122,8 +120,8 @@ def shares_of_devices(servers: int, each: int, devices: list[str]) -> list[str]:
 
 
 def auto_dtype(cuda: bool) -> Literal["bf16", "fp32"]:
-    """Return what dtype "auto" means for a run's trainer and servers, whoever starts them: fp32 on
-    CPU, where half precision is coarse, bf16 on CUDA."""
+    """Return the meaning of dtype "auto" for all trainers and servers of a run: fp32 on CPU, with
+    its coarse half precision, bf16 on CUDA."""
     if cuda:
         return "bf16"
     return "fp32"

@@ -1,4 +1,4 @@
-"""What the recipe minimises: the part of GRPOConfig that chooses the objective. The formulas:
+"""Define the recipe's objective: its part of GRPOConfig. The formulas:
 `ttrl.training.objective.losses`."""
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from ttrl.errors import UserError
 from ttrl.registries import OBJECTIVES
 
 _CLIPPING = {"clip_low": 0.2, "clip_high": 0.2}
-"""What null stands for where the objective's entry has no default."""
+"""The meaning of null if the objective's entry has no default."""
 _POLICY_SETTINGS = (
     "clip_low",
     "clip_high",
@@ -18,7 +18,7 @@ _POLICY_SETTINGS = (
     "covariance_bounds",
     "kl_cov_coefficient",
 )
-"""Settings that do nothing unless the objective's entry names them."""
+"""Settings with an effect only if the objective's entry names them."""
 
 
 @settings
@@ -152,7 +152,7 @@ class ObjectiveConfig(Config):
         }
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one line each."""
+        """Return the mistakes in the values, one line each."""
         found = (
             super().problems()
             + self._policy_problems()
@@ -272,8 +272,8 @@ class ObjectiveConfig(Config):
         return found
 
     def _without_effect(self) -> list[str]:
-        """Return a problem for each setting that was changed but has no effect: whoever sets it
-        expects something else.
+        """Return a problem for each changed setting without effect: its user expects something
+        else.
         """
         looked_at = {
             ("kl_in",): (self.kl_coefficient > 0, "with kl_coefficient 0"),
@@ -304,7 +304,7 @@ class ObjectiveConfig(Config):
         ]
 
     def _idle(self, names: Iterable[str], where: str) -> list[str]:
-        """Return a problem for each of these settings that was changed, as it does nothing."""
+        """Return a problem for each of these settings if it was changed, as it does nothing."""
         return [
             f"{name} is {getattr(self, name)!r}, which does nothing {where}"
             for name in names

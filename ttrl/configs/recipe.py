@@ -1,5 +1,5 @@
-"""The settings of `tune run ttrl/grpo_recipe` and `tune run ttrl/sft_recipe`: what both share, then
-what each adds.
+"""The settings of `tune run ttrl/grpo_recipe` and `tune run ttrl/sft_recipe`: the shared ones, then
+each one's own.
 """
 
 import math
@@ -18,13 +18,13 @@ Decoder = Literal["auto", "torchtune", "transformers"]
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"]
 
 PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
-"""Environment variable with the file in which a recipe says how far it is."""
+"""Environment variable with the file of a recipe's progress."""
 STORE_VARIABLE = "TTRL_STORE_FILE"
 """The same for the file through which the processes of one machine find each other; without it they
-do as torchrun says.
+follow torchrun.
 """
 NF4_BLOCK = 64
-"""Numbers that share a scale in a base that is held in 4 bits."""
+"""Numbers with a shared scale in a base held in 4 bits."""
 MATRIX_NAMES: dict[str, tuple[str, ...]] = {
     "q_proj": ("q_a_proj", "q_b_proj", "qkv_proj"),
     "k_proj": ("kv_a_proj_with_mqa", "qkv_proj"),
@@ -35,7 +35,7 @@ MATRIX_NAMES: dict[str, tuple[str, ...]] = {
     "w3": ("up_proj", "gate_up_proj"),
     "output": (),
 }
-"""Names of the matrices that adapters go on in transformers' classes. Some hold several in one."""
+"""Names of the matrices with adapters in transformers' classes. Some hold several in one."""
 OTHER_NAMES = {
     **dict.fromkeys(("epochs", "num_train_epochs", "max_steps", "steps"), "iterations"),
     **dict.fromkeys(("max_completion_length", "max_new_tokens"), "max_tokens"),
@@ -52,7 +52,7 @@ OTHER_NAMES = {
     },
     **dict.fromkeys(("model_name_or_path", "model_name", "model_path"), "model"),
 }
-"""What settings of other libraries are called here."""
+"""ttrl's names for settings of other libraries."""
 _CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")
 
 
@@ -259,18 +259,18 @@ class TrainingConfig(Config):
 
     @classmethod
     def elsewhere(cls, name: str) -> str | None:
-        """Return what another library's setting is called here."""
+        """Return ttrl's name for another library's setting."""
         other = OTHER_NAMES.get(name)
         if other in cls.names():
             return other
         return None
 
     def absent(self) -> list[str]:
-        """Return the model where it can only be a folder and is none, in a line."""
+        """Return a line about the model if it can only be a folder and does not exist."""
         return absent_folder(self.model)
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one line each."""
+        """Return the mistakes in the values, one line each."""
         found = super().problems()
         found += self.at_least(
             0, "max_skipped_steps", "profile_steps", "lr", "warmup_steps", "weight_decay", "seed"
@@ -307,7 +307,7 @@ class TrainingConfig(Config):
         return found + (self._without_cuda() if self.device == "cpu" else [])
 
     def _excluded(self) -> list[str]:
-        """Return which switches exclude each other."""
+        """Return the mutually exclusive switches."""
         found = []
         if self.optimizer_in_backward and self.max_grad_norm is not None:
             found.append(
@@ -399,8 +399,8 @@ class TrainingConfig(Config):
         ]
 
     def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
-        """Return what else is wrong, now that the device, the number of processes and the model's
-        config.json (`shape`) are known."""
+        """Return further mistakes, for a known device, number of processes and config.json of the
+        model (`shape`)."""
         if device == "cpu" and self.device != "cpu":
             found = self._without_cuda()
         else:
@@ -549,7 +549,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
         ) or self.token_rewards == "implicit"
 
     def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
-        """Return what else is wrong, as `TrainingConfig.problems_here`."""
+        """Return further mistakes, as `TrainingConfig.problems_here`."""
         found = super().problems_here(device, processes, shape)
         if self.router_replay and not has_experts(shape):
             found.append(
@@ -559,7 +559,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
         return found
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one line each."""
+        """Return the mistakes in the values, one line each."""
         found = super().problems()
         found += self.at_least(1, "iteration", "updates_per_iteration", "lr_rows") + self.at_least(
             0, "sampler_rows"
@@ -609,7 +609,7 @@ class SFTConfig(TrainingConfig):
     """Length of a packed row, in tokens."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one line each."""
+        """Return the mistakes in the values, one line each."""
         found = (
             super().problems()
             + self.at_least(1, "steps", "batch_size", "seq_len")

@@ -1,4 +1,4 @@
-"""TrainConfig: the settings of a whole run. What is not here comes from the tasks."""
+"""Define TrainConfig, the settings of a whole run. Everything else comes from the tasks."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from ttrl.errors import ConfigError
 from ttrl.registries import OBJECTIVES
 
 LIMIT_NAMES = ("mean", "p999", "ess", "outside")
-"""The keys that `drift_limits` may have."""
+"""The keys of `drift_limits`."""
 SET_BY_THE_LOOP = (
     "model",
     "packed",
@@ -49,9 +49,7 @@ SET_BY_THE_LOOP = (
     "save",
     "kept",
 )
-"""Settings of the recipe that the loop chooses for each iteration, and that `training` therefore
-cannot hold.
-"""
+"""Settings of the recipe chosen by the loop for each iteration, so `training` cannot hold them."""
 
 
 @settings
@@ -379,7 +377,7 @@ class TrainConfig(Config):
 
     @property
     def recipe_settings(self) -> dict[str, Any]:
-        """Return `training` as a dictionary, which it is once a config is made, unless its file
+        """Return `training` as a dictionary, its form in any finished config, unless its file
         cannot be read.
         """
         if isinstance(self.training, dict):
@@ -388,7 +386,7 @@ class TrainConfig(Config):
 
     @classmethod
     def elsewhere(cls, name: str) -> str | None:
-        """Return what to write for a setting of the recipe or of vLLM, or for another library's."""
+        """Return advice for a setting of the recipe, of vLLM or of another library."""
         name = OTHER_NAMES.get(name, name)
         if name in cls.names():
             return name
@@ -399,7 +397,7 @@ class TrainConfig(Config):
         return None
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one line each."""
+        """Return the mistakes in the values, one line each."""
         found = self.at_least(
             1,
             "iterations",
@@ -572,7 +570,7 @@ class TrainConfig(Config):
         return found
 
     def watch_problems(self) -> list[str]:
-        """Return what is wrong with drift limits and loggers, one line each."""
+        """Return the mistakes in drift limits and loggers, one line each."""
         found = []
         for name, value in self.drift_limits.items():
             if name not in LIMIT_NAMES:
@@ -588,7 +586,7 @@ class TrainConfig(Config):
         return found + [problem for entry in self.loggers for problem in logger_problems(entry)]
 
     def server_problems(self) -> list[str]:
-        """Return what is wrong with the servers that are to be started or joined, one line each."""
+        """Return the mistakes in the servers to start or join, one line each."""
         found = joined_problems(self.joined_servers)
         if self.cluster is None and self.sampling_workers:
             found.append(
@@ -605,15 +603,15 @@ class TrainConfig(Config):
         return found
 
     def local_problems(self) -> list[str]:
-        """Return what the vLLM that is installed would refuse, one line each."""
+        """Return the installed vLLM's objections, one line each."""
         return [f"server: {problem}" for problem in argument_problems(self.server)]
 
     def absent(self) -> list[str]:
-        """Return the model where it can only be a folder and is none, in a line."""
+        """Return a line about the model if it can only be a folder and does not exist."""
         return absent_folder(self.model)
 
     def node_problems(self) -> list[str]:
-        """Return what is wrong with training on several machines, one line each."""
+        """Return the mistakes in training on several machines, one line each."""
         found = self.at_least(1, "nnodes", "join_timeout")
         if self.nnodes <= 1:
             return found
@@ -649,16 +647,14 @@ class TrainConfig(Config):
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether trainer and servers take turns on the same GPUs, so that neither may start while
-        the other loads.
+        """Whether trainer and servers take turns on the same GPUs, so neither may start while the
+        other loads.
         """
         return self.device == "cuda" and self.placement != "split" and self.servers_here > 0
 
     @property
     def context(self) -> int | None:
-        """The longest sequence that the servers accept, where `server` sets it; None: the model's
-        own.
-        """
+        """The servers' longest sequence, if `server` sets it; None: the model's own."""
         length = self.server.get("max_model_len")
         if isinstance(length, int) and length > 0:
             return length
@@ -678,7 +674,7 @@ class TrainConfig(Config):
 
     @property
     def servers_here(self) -> int:
-        """Servers that are started on this machine."""
+        """Servers started on this machine."""
         if self.cluster is not None:
             return 0
         if self.servers is None:
@@ -687,7 +683,7 @@ class TrainConfig(Config):
 
     @property
     def replicas(self) -> int:
-        """Servers that are started on machines of the cluster."""
+        """Servers started on machines of the cluster."""
         if self.cluster is None:
             return 0
         if self.servers is None:
@@ -696,12 +692,12 @@ class TrainConfig(Config):
 
     @property
     def servers_in_all(self) -> int:
-        """Servers of the run, wherever they are."""
+        """Servers of the run, on any machine."""
         return self.servers_here + self.replicas + len(self.joined_servers)
 
     @property
     def resolved_weight_sync(self) -> Literal["reload", "restart", "sleep", "memory"]:
-        """What `weight_sync` means where nothing was chosen (`ttrl.plans.open_choices`)."""
+        """The meaning of `weight_sync` without a choice (`ttrl.plans.open_choices`)."""
         if self.weight_sync != "auto":
             return self.weight_sync
         if self.device == "cpu" and self.files_because is None:
@@ -710,7 +706,7 @@ class TrainConfig(Config):
 
     @property
     def files_because(self) -> str | None:
-        """Why somebody needs new weights as files; None where all servers can take them out of the
+        """The reason for writing new weights as files; None if all servers can take them from the
         trainer's memory.
         """
         return next(iter(self._file_readers(all_of_them=False)), None)
@@ -723,8 +719,8 @@ class TrainConfig(Config):
         )
 
     def _file_readers(self, *, all_of_them: bool) -> Iterator[str]:
-        """Yield who needs files, in words; with `all_of_them`, only what leaves nobody who would
-        take weights out of memory.
+        """Yield the readers of files, in words; with `all_of_them`, only reasons against any
+        transfer from memory.
         """
         if self.trainer != "resident":
             yield "trainer 'once' is gone by then"
@@ -740,17 +736,15 @@ class TrainConfig(Config):
             yield "the cache goes by what files hold"
 
     def joined_keys(self) -> dict[str, str]:
-        """Return the key of each joined server. Raises ConfigError where one is not known."""
+        """Return the key of each joined server. Raises ConfigError if one is unknown."""
         return server_keys(self.joined_servers)
 
     def policy_of_rollouts(self, number: int) -> int:
-        """Return the iteration whose policy samples the rollouts of iteration `number`."""
+        """Return the iteration of the policy for the rollouts of iteration `number`."""
         return max(0, number - 1 - self.off_policy_steps)
 
     def rollouts_of_policy(self, number: int) -> list[int]:
-        """Return the iterations whose rollouts are sampled by the policy after iteration
-        `number`.
-        """
+        """Return the iterations with rollouts by the policy after iteration `number`."""
         return [
             later
             for later in range(number + 1, number + 3)
@@ -759,7 +753,7 @@ class TrainConfig(Config):
 
     @property
     def resolved_validation_temperature(self) -> float:
-        """What held-out samples are drawn at."""
+        """The temperature of held-out samples."""
         if self.validation_temperature is not None:
             return self.validation_temperature
         if self.validation_samples == 1:
@@ -768,7 +762,7 @@ class TrainConfig(Config):
 
     @property
     def resolved_aggregation(self) -> Literal["token", "sequence", "constant"]:
-        """What `aggregation` means."""
+        """The meaning of `aggregation`."""
         if self.aggregation is not None:
             return self.aggregation
         objective = self.recipe_settings.get("objective", ObjectiveConfig.objective)
@@ -777,7 +771,7 @@ class TrainConfig(Config):
         return default
 
     def resolved_trainer_memory(self, device: str) -> Literal["keep", "free"]:
-        """Return what `trainer_memory` means on a device, "cpu" or "cuda"."""
+        """Return the meaning of `trainer_memory` on a device, "cpu" or "cuda"."""
         if self.trainer_memory != "auto":
             return self.trainer_memory
         if device == "cuda" and self.placement != "split" and self.servers_here:
@@ -797,15 +791,15 @@ class TrainConfig(Config):
 
     @property
     def gives_adapters(self) -> bool:
-        """Whether the servers are given a run's adapters on top of the base, and nobody needs
-        merged weights: see `adapters`.
+        """Whether the servers get a run's adapters on top of the base, with no use of merged
+        weights: see `adapters`.
         """
         return not self.recipe_config({}).lora_merge
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether servers compute a prompt once for all its samples, whatever their prefix cache
-        keeps: those on CPUs, without adapters (`ttrl.vllm_worker.shared_prompts`)."""
+        """Whether servers compute a prompt once for all its samples, regardless of their prefix
+        cache: those on CPUs, without adapters (`ttrl.vllm_worker.shared_prompts`)."""
         return self.device == "cpu" and not self.gives_adapters
 
     def _can_serve_adapters(self, recipe: GRPOConfig) -> bool:
@@ -820,8 +814,8 @@ class TrainConfig(Config):
         )
 
     def recipe_config(self, values: dict[str, Any]) -> GRPOConfig:
-        """Return the recipe's config: `training`, and `values`, which the loop sets for an
-        iteration. Raises ConfigError.
+        """Return the recipe's config: `training`, and `values`, set by the loop for an iteration.
+        Raises ConfigError.
         """
         placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
         if self.off_policy_steps:
@@ -839,7 +833,7 @@ class TrainConfig(Config):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Return the fields that have a default, as config.yaml would hold them."""
+        """Return the fields with a default, as config.yaml would hold them."""
         values = cls(run="", model="", iterations=1).to_dict()
         return {
             name: value
@@ -848,8 +842,8 @@ class TrainConfig(Config):
         }
 
     def resolved(self, cuda: bool) -> "TrainConfig":
-        """Return this config with everything that is not set written out, so that config.yaml says
-        what was run.
+        """Return this config with every unset value filled in, for config.yaml to record the
+        run.
         """
         device = self.device if self.device != "auto" else "cuda" if cuda else "cpu"
         if self.device != device:
@@ -873,8 +867,8 @@ class TrainConfig(Config):
 
 
 def _not_of_training(name: str) -> str:
-    """Return whose setting it is that `training` cannot hold; "" for the recipe's, and for what is
-    none.
+    """Return the owner of a setting `training` cannot hold; "" for the recipe's, and for unknown
+    ones.
     """
     if name in SET_BY_THE_LOOP:
         return "set by the loop"

@@ -1,5 +1,4 @@
-"""What every setting means: read from the source of its class, where a docstring follows each
-field.
+"""Explain every setting: read the docstring after each field in the source of its class.
 
 For help(), `ttrl config` and docs/reference/settings.md. A comment line between two
 fields is the heading of those below it.
@@ -26,13 +25,13 @@ class Setting:
 
     name: str
     kind: str
-    """Its type, with the values that it may have where these are listed."""
+    """Its type, with its possible values if these are listed."""
     default: str
-    """As Python writes it; "" where there is none."""
+    """As Python writes it; "" if there is none."""
     meaning: str
-    """"" where nobody wrote one."""
+    """"" if it has none."""
     heading: str
-    """What it stands under; "" above the first heading."""
+    """Its heading; "" above the first heading."""
 
     def text(self) -> str:
         """Return it as help() shows it."""
@@ -47,7 +46,7 @@ class Setting:
 
 
 UNIONS = (types.UnionType, typing.Union)
-"""What `a | b` is; and `Literal[…] | None`, which before Python 3.14 is the other one."""
+"""The type of `a | b`; and of `Literal[…] | None`, a different one before Python 3.14."""
 
 
 @functools.cache
@@ -89,9 +88,7 @@ def _literal(value: Any) -> str:
 
 
 def _written(cls: type) -> dict[str, tuple[str, str]]:
-    """Return (meaning, heading) of each field in the source of a class; {} where there is no
-    source.
-    """
+    """Return (meaning, heading) of each field in the source of a class; {} without a source."""
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
@@ -141,7 +138,7 @@ def explained(cls: _T) -> _T:
 
 
 class Reference:
-    """A class's `__doc__`, with every setting explained; made when somebody asks."""
+    """A class's `__doc__`, with every setting explained; made on first use."""
 
     def __init__(self, cls: type, about: str) -> None:
         self._cls = cls

@@ -1,9 +1,8 @@
-"""Arguments of vLLM and of requests to it, checked before it is started: it takes 20 s to refuse
-one.
+"""Check arguments of vLLM and of requests before its start: it takes 20 s to refuse one.
 
-Read from the source of the vLLM that is installed, without importing it (which takes 5 s): the
-options of its parser, and type, values and bounds of the fields behind them. Whatever is not plain
-there is left to vLLM: nothing is refused that it would take.
+Reads the source of the installed vLLM, without importing it (5 s): the options of its parser, and
+type, values and bounds of the fields behind them. Unclear cases are left to vLLM: nothing valid is
+refused.
 """
 
 import ast
@@ -22,7 +21,7 @@ from ttrl.families.values import has_experts
 
 _ENGINE = "engine/arg_utils.py"
 _FRONTEND = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
-"""Where the server's own options are, in this version and in older ones."""
+"""The place of the server's own options, in this version and in older ones."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of its `max_lora_rank`."""
 _OTHER_DISTRIBUTIONS = (
@@ -30,15 +29,15 @@ _OTHER_DISTRIBUTIONS = (
     "logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs",
     "response_format",
 )  # fmt: skip
-"""Sampling parameters that draw from another distribution than softmax(logits / temperature), which
-the trainer computes.
+"""Sampling parameters with another distribution than the trainer's softmax(logits /
+temperature).
 """
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def sampling_problems(sampling: Mapping[str, Any]) -> list[str]:
-    """Return what of `TrainConfig.sampling` is set elsewhere, or changes what is sampled from, one
-    line each.
+    """Return the parameters of `TrainConfig.sampling` set elsewhere, or with an effect on the
+    distribution, one line each.
     """
     own = ("n", "temperature", "max_tokens", "logprobs", "model", "messages")
     found = [
@@ -56,9 +55,8 @@ def sampling_problems(sampling: Mapping[str, Any]) -> list[str]:
 
 
 def lora_rank_there(model: str | Path, rank: int) -> int:
-    """Return what vLLM calls an adapter's rank: three times ours in the family that stores q, k and
-    v as one matrix, of which an adapter is ours side by side. A model that is not here yet may be
-    of it.
+    """Return vLLM's rank for an adapter: three times ours in the family with q, k and v in one
+    matrix, as its adapter is three of ours side by side. A model not here yet may be of it.
     """
     config = _config(model)
     own = family_of(config).own
@@ -76,7 +74,7 @@ def takes_adapters(model: str | Path, device: str) -> bool:
 
 
 def _config(model: str | Path) -> Mapping[str, Any]:
-    """Return the content of a model's config.json; empty where it is not here."""
+    """Return the content of a model's config.json; empty if it is not here."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return {}
@@ -85,7 +83,7 @@ def _config(model: str | Path) -> Mapping[str, Any]:
 
 
 def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> list[str]:
-    """Return what vLLM would refuse in {"max_num_seqs": 8, …}, one line each; [] where no vLLM is
+    """Return vLLM's objections to {"max_num_seqs": 8, …}, one line each; [] if no vLLM is
     installed.
 
     root: vLLM's folder; None: that of the one installed.
@@ -117,13 +115,13 @@ def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> lis
 
 
 def is_argument(name: str) -> bool:
-    """Return whether the vLLM that is installed has an argument of exactly this name."""
+    """Return whether the installed vLLM has an argument of exactly this name."""
     root = _installed()
     return root is not None and name in _fields(root)
 
 
 def lacks_argument(name: str) -> bool:
-    """Return whether a vLLM is installed that has no argument of this name."""
+    """Return whether the installed vLLM lacks an argument of this name."""
     root = _installed()
     known = _fields(root) if root is not None else {}
     return bool(known) and name not in known
@@ -138,8 +136,8 @@ def _installed() -> Path | None:
 
 @dataclass(frozen=True)
 class _Field:
-    """Where a config class of vLLM has the field behind an option; None where the parser does not
-    take it from one.
+    """The field behind an option in a config class of vLLM; None if the parser does not take it
+    from one.
     """
 
     owner: str | None = None
@@ -148,8 +146,8 @@ class _Field:
 
 @functools.cache
 def _fields(root: Path) -> dict[str, _Field]:
-    """Return every option of the server by its name with underscores; {} for a vLLM that is written
-    in another way.
+    """Return every option of the server by its name with underscores; {} for a vLLM with other
+    source code.
     """
     engine = _tree(root / _ENGINE)
     frontend = next((tree for path in _FRONTEND if (tree := _tree(root / path)) is not None), None)
@@ -157,7 +155,7 @@ def _fields(root: Path) -> dict[str, _Field]:
         return {}
     options: dict[str, _Field] = {}
     for tree in (engine, frontend):
-        classes: dict[str, str] = {}  # names of variables, and the class whose fields they hold
+        classes: dict[str, str] = {}  # names of variables, and the class of their fields
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Assign)
@@ -198,8 +196,8 @@ def _owner(value: ast.expr) -> str | None:
 
 
 def _source(call: ast.Call, classes: Mapping[str, str]) -> _Field:
-    """Return the field of `add_argument("--x", **model_kwargs["x"])`, also where its default is
-    replaced.
+    """Return the field of `add_argument("--x", **model_kwargs["x"])`, even with a replaced
+    default.
     """
     match [one for one in call.keywords if one.arg != "dest"]:
         case [
@@ -233,8 +231,8 @@ def _annotated(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr, ast.expr | N
 def _definition(
     root: Path, field: _Field
 ) -> tuple[frozenset[str], tuple[str, ...], dict[str, float]]:
-    """Return the types of a field as names, the values that a Literal lists, and its bounds;
-    nothing where it is not plain.
+    """Return the types of a field as names, the values of a Literal, and its bounds; nothing if it
+    is not plain.
     """
     for path in sorted((root / "config").glob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -297,7 +295,7 @@ def _bounds(value: ast.expr | None) -> dict[str, float]:
 
 
 def _wanted(root: Path, field: _Field, value: Any) -> list[str]:
-    """Return what vLLM wants in the place of a value; [] where it may take it."""
+    """Return vLLM's expectation for a value; [] if it may take it."""
     kinds, listed, bounds = _definition(root, field)
     kinds -= {"None"}
     if value is None or len(kinds) != 1:

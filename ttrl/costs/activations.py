@@ -1,19 +1,19 @@
-"""Count what a layer keeps for its backward pass, in bytes per token of a microbatch.
+"""Count a layer's memory for its backward pass, in bytes per token of a microbatch.
 
-Counted from the operations of `ttrl.training.models` and what autograd saves for each: a matrix
-product its input, a norm its input, an elementwise product both factors, the attention its queries,
-keys, values, output and log-sum-exp. The stream between the layers is fp32; under bf16 matrix
-products save a copy of their input in bf16, which they share. On the CPU, an RMSNorm is several
-operations, and one that is trained saves its normed input, too.
+Counted from the operations of `ttrl.training.models` and autograd's saved tensors: a matrix product
+its input, a norm its input, an elementwise product both factors, the attention its queries, keys,
+values, output and log-sum-exp. The stream between the layers is fp32; under bf16 matrix products
+save a copy of their input in bf16 and share it. On the CPU, an RMSNorm is several operations, and a
+trained one saves its normed input, too.
 
-On the CPU, soft caps, and windows that are shorter than the samples, go through a dense mask: bytes
-that grow with the row's length as well.
+On the CPU, soft caps, and windows shorter than the samples, need a dense mask: its bytes grow with
+the row's length.
 
 CUDA: from the same operations and FlexAttention's saved tensors; held to an H100
 (docs/explanation/speed.md).
 
-Layers of transformers' own classes (`described_layer_bytes`) keep what their parts say, with copies
-of a token for each of its experts.
+Layers of transformers' own classes (`described_layer_bytes`) keep the sum of their parts, with
+copies of a token for each of its experts.
 
 Letters: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, T
 tokens of a row.
@@ -37,20 +37,20 @@ class LayerBytes:
     input: float
     """Kept instead by a checkpointed layer: the stream."""
     products: float
-    """Kept besides that where products and attention are not recomputed."""
+    """Kept in addition, unless products and attention are recomputed."""
     backward: float
-    """Gradients between the layer's operations at their peak, less what is freed by then."""
+    """Gradients between the layer's operations at their peak, less the memory freed by then."""
 
 
 @dataclass(frozen=True)
 class Computation:
-    """How a model is computed, as far as memory depends on it."""
+    """A model's computation, as far as memory depends on it."""
 
     bf16: bool = False
     cuda: bool = False
     tensor_parallel: int = 1
     frozen: bool = False
-    """Whether adapters alone are trained, so that norms have no gradient."""
+    """Whether only adapters are trained, so norms have no gradient."""
 
     @property
     def bytes(self) -> int:
@@ -63,8 +63,8 @@ class Computation:
 def layer_bytes(
     decoder: DecoderParameters, how: Computation, dense_lengths: Sequence[int | None] = ()
 ) -> list[LayerBytes]:
-    """Return what each layer keeps. dense_lengths: T of each layer of ttrl's own decoder whose
-    attention goes through a dense mask, else None; empty: none does.
+    """Return the bytes kept by each layer. dense_lengths: T of each layer of ttrl's own decoder
+    with a dense mask, else None; empty: none does.
     """
     if decoder.own is None:
         return [described_layer_bytes(one, decoder.shape.width, how) for one in decoder.shape.kinds]
@@ -73,15 +73,14 @@ def layer_bytes(
 
 
 def largest_layer_bytes(decoder: DecoderParameters, how: Computation) -> LayerBytes:
-    """Return what the layer keeps that keeps most."""
+    """Return the bytes of the layer with the most."""
     return max(layer_bytes(decoder, how), key=lambda one: one.kept)
 
 
 def own_layer_bytes(
     decoder: DecoderParameters, how: Computation, dense_length: int | None = None
 ) -> LayerBytes:
-    """Return what a layer of ttrl's own decoder keeps. dense_length: T, where attention goes
-    through a dense mask."""
+    """Return the bytes of a layer of ttrl's own decoder. dense_length: T, with a dense mask."""
     own = decoder.own
     assert own is not None
     width = decoder.shape.width
@@ -123,12 +122,12 @@ def own_layer_bytes(
 
 
 def described_layer_bytes(layer: Layer, width: int, how: Computation) -> LayerBytes:
-    """Return what a layer of transformers' own class keeps, from its matrices and parts.
+    """Return the bytes of a layer of transformers' own class, from its matrices and parts.
 
     A norm keeps its input, in fp32, and the input without its length; each matrix its input; the
-    rest is in `Layer.kept`, which has the chunks of recurrences as transformers computes them in
-    PyTorch; kernels of other packages keep less. Of what autograd really keeps of a layer of tiny
-    models on the CPU this is within 20%, and the peak of their gradients is within 10%
+    rest is in `Layer.kept`, with the chunks of recurrences as transformers computes them in
+    PyTorch; kernels of other packages keep less. For a layer of tiny models on the CPU, this is
+    within 20% of autograd's real memory, and the peak of their gradients is within 10%
     (tests/costs/test_families.py). width: D.
     """
     size = how.bytes

@@ -1,15 +1,15 @@
 """Count the exact floating-point operations of training and generating, from config.json and the
-tokens that are computed.
+computed tokens.
 
 A multiplication and an addition count as two operations. Counted are the matrix products:
 projections, feed-forward, attention scores and values, output projection. Norms, activations,
-softmax and RoPE are left out, as usual (about 1%). What is computed again (activation
-checkpointing, attention's backward pass) is counted apart, in `recomputed_flops`: without it the
-numbers are those of the model, not of a way to compute it ("model FLOPs", PaLM, arXiv 2204.02311).
+softmax and RoPE are left out, as usual (about 1%). Recomputation (activation checkpointing,
+attention's backward pass) is counted separately, in `recomputed_flops`: without it the numbers are
+those of the model, not of a way to compute it ("model FLOPs", PaLM, arXiv 2204.02311).
 
-Attention is counted in pairs of a query and a key that it may see, not as rows × seq_len². In
-packed trees of samples, the keys that a query sees are its sample's tokens up to itself, whatever
-the tree: position + 1 of them, or as many as its window holds.
+Attention is counted in pairs of a query and a visible key, not as rows × seq_len². In packed trees
+of samples, a query sees its sample's tokens up to itself, whatever the tree: position + 1 of them,
+or as many as its window holds.
 
 Needs nothing but Python.
 """
@@ -23,8 +23,8 @@ from ttrl.costs.parameters import DecoderParameters, ModelShape, adapted_shapes
 
 
 def consecutive_pairs(start: int, stop: int, window: int | None = None) -> int:
-    """Count the pairs of query and key that may see each other, for one head of one layer: queries
-    at the positions from `start` up to, not including, `stop`."""
+    """Count the visible pairs of query and key, for one head of one layer: queries at the positions
+    from `start` up to, not including, `stop`."""
     if window is None or stop <= window:
         return (stop * (stop + 1) - start * (start + 1)) // 2
     if start >= window:
@@ -60,8 +60,8 @@ class Flops:
 def forward_flops(
     shape: ModelShape, tokens: int, pairs: Mapping[int | None, int], head_positions: int
 ) -> Flops:
-    """Count one forward pass: `tokens` that pass the layers, `pairs` of queries and keys for each
-    window of the model, and the positions that are projected to the vocabulary."""
+    """Count one forward pass: `tokens` through the layers, `pairs` of queries and keys for each
+    window of the model, and the positions projected to the vocabulary."""
     products = sum(one.passed + one.scan for one in (*shape.kinds, shape.outside))
     attention = sum(one.pair * pairs[one.window] for one in shape.kinds if one.pair)
     head = 2 * shape.width * shape.vocabulary * head_positions
@@ -69,12 +69,11 @@ def forward_flops(
 
 
 def sampling_flops(shape: ModelShape, reads: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
-    """Count what a server did for answers: (prefill, decode). `reads`: of each answer, the tokens
-    of its prompt, how many of them were computed before (for another answer, or in the prefix
-    cache), and the tokens that were generated.
+    """Count a server's work for answers: (prefill, decode). `reads`: of each answer, the tokens of
+    its prompt, how many of them were computed before (for another answer, or in the prefix cache),
+    and the generated tokens.
 
-    A prompt that was known whole is not read; its last position is still projected, once for each
-    answer.
+    A fully cached prompt is not read; its last position is still projected, once for each answer.
     """
     prefill = decode = 0
     for (prompt, known, completion), times in Counter(reads).items():
@@ -84,16 +83,16 @@ def sampling_flops(shape: ModelShape, reads: Iterable[tuple[int, int, int]]) -> 
 
 
 def prefill_flops(shape: ModelShape, prompt: int, cached: int = 0) -> Flops:
-    """Count the reading of a prompt, the first `cached` tokens of which are in the KV cache; one
-    position is projected.
+    """Count the reading of a prompt with its first `cached` tokens in the KV cache; one position is
+    projected.
     """
     pairs = {window: consecutive_pairs(cached, prompt, window) for window in shape.layers_by_window}
     return forward_flops(shape, prompt - cached, pairs, 1)
 
 
 def decode_flops(shape: ModelShape, prompt: int, completion: int) -> Flops:
-    """Count the generation of a completion after a prompt that has been read and has yielded the
-    first token: the last token is never an input."""
+    """Count the generation of a completion after reading the prompt and sampling the first token:
+    the last token is never an input."""
     steps = max(0, completion - 1)
     pairs = {
         window: consecutive_pairs(prompt, prompt + steps, window)
@@ -112,11 +111,11 @@ def pass_flops(
     """Count a forward and a backward pass; arguments as for `forward_flops`.
 
     With adapters of low rank the model's own matrices have no gradient: each costs a product
-    forward and, where what it reads has a gradient, one back. An adapter costs what any two trained
-    matrices of its size cost. The first layer reads embeddings, which are frozen too: nothing goes
-    back through what comes before the first trained matrix. Left out: products of an adapter's two
-    matrices (DoRA's row lengths, a merged head), made once in a pass however many tokens it has.
-    In transformers' classes the first layer counts like any other.
+    forward and, if its input has a gradient, one back. An adapter costs the same as any two trained
+    matrices of its size. The first layer reads embeddings, also frozen: no gradient flows back
+    beyond the first trained matrix. Left out: products of an adapter's two matrices (DoRA's row
+    lengths, a merged head), made once in a pass however many tokens it has. In transformers'
+    classes the first layer counts like any other.
     """
     shape = decoder.shape
     forward = forward_flops(shape, tokens, pairs, head_positions)
@@ -139,7 +138,7 @@ def pass_flops(
         attention += one_product * products
     head = forward.head * (2 if reached else 1)
     if "output" in config.lora_targets and not decoder.tied:
-        head += forward.head  # of the merged matrix, from which its adapter's gradient is made
+        head += forward.head  # of the merged matrix; its adapter's gradient comes from it
     return Flops(layers, attention, head)
 
 
@@ -167,16 +166,16 @@ def recomputed_flops(
     head_again: int = 0,
     fused_attention: bool = True,
 ) -> Flops:
-    """Count what the backward pass computes a second time; arguments as for `forward_flops`.
+    """Count the backward pass's recomputation; arguments as for `forward_flops`.
 
-    - With `activation_checkpointing` that keeps nothing, one layer in `checkpoint_every`. PyTorch
+    - With `activation_checkpointing` of everything, one layer in `checkpoint_every`. PyTorch
       stops at the last thing that the backward pass needs: the layer's last product (with w2, or
       with its adapter) is not made again unless a norm follows. Of transformers' classes all of a
       layer counts.
     - With `fused_attention` (all ways of ours), the scores, one product of the forward pass' two.
     - So many products of the head as `head_again` says: the logits
-      (`ttrl.training.kernels.logprobs`, "recompute"), and one for each part of the gradient that is
-      told apart (`apart` there).
+      (`ttrl.training.kernels.logprobs`, "recompute"), and one for each separate part of the
+      gradient (`apart` there).
     """
     shape = decoder.shape
     head = 2 * shape.width * shape.vocabulary * head_positions * head_again
@@ -201,8 +200,8 @@ def recomputed_flops(
 
 
 def _not_made_again(decoder: DecoderParameters, config: TrainingConfig, recomputed: int) -> int:
-    """Return the operations of so many recomputed layers of ttrl's own decoder, for each token,
-    whose results the backward pass does not need.
+    """Return the operations in so many recomputed layers of ttrl's own decoder, for each token,
+    without use in the backward pass.
     """
     own = decoder.own
     shape = decoder.shape
@@ -217,22 +216,22 @@ def _not_made_again(decoder: DecoderParameters, config: TrainingConfig, recomput
             last = config.lora_rank or 0
         left += recomputed * 2 * shape.width * last
     if own.parallel and recomputed and adapted and not adapted & {"w1", "w2", "output_proj"}:
-        # In the first layer nothing of the embeddings' way through the feed-forward half, nor what
-        # attention projects, has a gradient.
+        # In the first layer, neither the embeddings' path through the feed-forward half nor
+        # attention's projections have a gradient.
         left += 2 * shape.width * (shape.feed_forward_width + decoder.queries)
     return left
 
 
 def _all_adapters(decoder: DecoderParameters, config: TrainingConfig) -> int:
-    """Return what the adapters of all layers cost a token, forward."""
+    """Return the adapters' cost of a token in all layers, forward."""
     rank = config.lora_rank or 0
     return sum(2 * rank * (before + behind) for before, behind in adapted_shapes(decoder, config))
 
 
 def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig) -> int:
-    """Count the numbers that adapters of low rank read and write for a token of a training step:
-    their products have so few operations that these take the time. Of what a matrix reads and
-    makes, and of their gradients, one by one:
+    """Count the numbers low-rank adapters read and write for a token of a training step: memory
+    traffic takes the time, as their products have few operations. Of a matrix's input and output,
+    and of their gradients, one by one:
 
     - forward, B(A x): x is read; B's product is written, scaled (read, written) and added (two
       read, one written);
@@ -246,7 +245,7 @@ def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig) -> int:
 def _layer_with_adapters(
     decoder: DecoderParameters, config: TrainingConfig, rank: int, reached: bool
 ) -> tuple[int, int, bool]:
-    """Count what a layer adds to its forward pass without adapters: operations for each token,
+    """Count a layer's cost beyond its forward pass without adapters: operations for each token,
     attention's products back (of two forward), and whether its output has a gradient. `reached`:
     whether its input has one.
     """
@@ -270,7 +269,7 @@ def _layer_with_adapters(
     q, k, v = (matrix(name, reached) for name in ("q_proj", "k_proj", "v_proj"))
     products = (q or k) + q + k + v  # gradients of attention's weights, queries, keys, values
     attended = matrix("output_proj", q or k or v)
-    # Two halves that read the same input.
+    # Two halves with the same input.
     if decoder.own is not None and decoder.own.parallel:
         feed_forward_input = reached
     else:

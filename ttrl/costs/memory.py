@@ -1,25 +1,24 @@
 """Estimate the memory of training from config.json, the recipe's settings and the length of its
 rows.
 
-The recipe's iteration is taken apart into moments, each with the most that it holds, by name:
+The recipe's iteration is split into moments, each with its peak by name:
 
-    loading      parameters, the optimizer's state if there is one, and the pages of the files that
-                 they are read from
+    loading      parameters, the optimizer's state if there is one, and the pages of their files
     prepass      a forward pass without gradient; a reference model's weights come from a mapped
                  file
     gradient     activations and the head, and gradients growing up to the end of the backward pass
     optimizer    parameters, gradients and moments
-    saving       parameters and moments; the merged model, where there are adapters
+    saving       parameters and moments; the merged model, if there are adapters
 
-The estimate is the highest of them. On the CPU it is a process's resident memory beyond what it has
-after its imports (`tools/check_memory.py` measures both), without the pages of mapped files. It is
-what the tensors need: glibc's heap loses another 10 to 35% between tensors of less than 32 MB
-(`ttrl plan` adds 20%), unless MALLOC_MMAP_THRESHOLD_=1048576 is set in the environment, which costs
-some 5% of the CPU time.
+The estimate is the highest of them. On the CPU it is a process's resident memory beyond that after
+its imports (`tools/check_memory.py` measures both), without the pages of mapped files. It counts
+the tensors: glibc's heap loses another 10 to 35% between tensors of less than 32 MB (`ttrl plan`
+adds 20%), unless MALLOC_MMAP_THRESHOLD_=1048576 is set in the environment, at some 5% of the CPU
+time.
 
 On CUDA it is the memory of one device, with an allowance for the context, the allocator's gaps and,
-where several GPUs work together, NCCL's buffers: on an H100 within 5% of what was allocated, in ten
-settings of models of 0.5B and 1.5B (docs/explanation/speed.md).
+with several GPUs, NCCL's buffers: on an H100 within 5% of the allocated memory, in ten settings of
+models of 0.5B and 1.5B (docs/explanation/speed.md).
 
 Letters: D width, V vocabulary, N trained positions of a microbatch, n of a chunk.
 """
@@ -50,18 +49,18 @@ from ttrl.costs.storage import BYTES, PACKED_POSITION_BYTES, STATE_BYTES, model_
 
 Device = Literal["cpu", "cuda"]
 Parts = dict[str, float]
-"""Bytes by what they hold."""
+"""Bytes by content."""
 
 IMPORTS = 0.55e9
 """Resident bytes of a recipe's process after its imports, on the CPU; not in the estimate."""
 HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
-"""Positions of a chunk of the head, where num_output_chunks is None; as in
+"""Positions of a chunk of the head, if num_output_chunks is None; as in
 `ttrl.training.kernels.logprobs`.
 """
 LORA_RANK = 16
-"""The rank that `savings` suggests."""
+"""The rank suggested by `savings`."""
 CUDA_CONTEXT = 0.8e9
-"""Bytes of a process on a GPU besides its tensors: the context, and the code of kernels; on an
+"""Bytes of a process on a GPU besides its tensors: the context and the kernels' code; on an
 H100.
 """
 NCCL_BUFFERS = 1.75e9
@@ -80,12 +79,12 @@ _RUNTIME = 40e6  # kernels and their workspaces, from the first pass on
 _OUT_OF_4_BITS = "matrices out of 4 bits"
 _WIDENED = "a matrix in fp32"
 _OF_ONE_PRODUCT = (_OUT_OF_4_BITS, _WIDENED)
-_CUDA_GAPS = 0.06  # of all that is allocated; on an H100 2 to 11%
+_CUDA_GAPS = 0.06  # of all allocated memory; on an H100 2 to 11%
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one rank trains on in an iteration."""
+    """One rank's training data in an iteration."""
 
     row_length: int
     """Positions of the longest row."""
@@ -94,13 +93,11 @@ class Workload:
     rows: int = 1
     """All rows of this rank."""
     microbatches: int = 2
-    """In one optimizer step. From the second on, the gradients of those before it are held
-    throughout.
-    """
+    """In one optimizer step. From the second on, earlier gradients are held throughout."""
     continued: bool = True
     """An optimizer state is loaded: every iteration but a run's first."""
     longest_sample: int | None = None
-    """Positions; None: as long as a row. Sliding windows that are longer than it change nothing."""
+    """Positions; None: as long as a row. Longer sliding windows change nothing."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +118,13 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> float:
-        """Return the bytes that must be there."""
+        """Return the bytes the process must have."""
         return _needed(self.parts)
 
     @property
     def resident(self) -> float:
-        """Return the most bytes that the system will report, mapped files included, whose pages it
-        takes back when memory is short."""
+        """Return the most bytes the system will report, mapped files included; it takes back their
+        pages when memory is short."""
         return max(sum(parts.values()) for parts in self.moments.values())
 
 
@@ -143,11 +140,11 @@ def training_memory(
     device: Device = "cpu",
     ranks: int = 1,
 ) -> MemoryEstimate:
-    """Estimate the memory of one process (on CUDA: of one GPU) while it trains.
+    """Estimate the memory of one process (on CUDA: of one GPU) during training.
 
-    model: values of config.json. config: of either recipe. ranks: processes that share the
-    parameters and train on different rows, `tensor_parallel` not counted. Raises ModelFolderError
-    where config.json lacks a number.
+    model: values of config.json. config: of either recipe. ranks: processes with shared parameters
+    and different rows, `tensor_parallel` not counted. Raises ModelFolderError if config.json lacks
+    a number.
     """
     return _Training(
         decoder_parameters(model), config, workload, device == "cuda", ranks
@@ -162,11 +159,11 @@ def savings(
     device: Device = "cpu",
     ranks: int = 1,
 ) -> dict[str, float]:
-    """Return the bytes of a process's peak that other settings would save, by setting, the largest
+    """Return the savings of other settings at a process's peak, in bytes, by setting, the largest
     first.
 
-    Arguments as for `training_memory`. Raises ModelFolderError where config.json does not say the
-    model's shape.
+    Arguments as for `training_memory`. Raises ModelFolderError if config.json lacks the model's
+    shape.
     """
 
     def peak(ranks: int = ranks, **changes: Any) -> float:
@@ -177,7 +174,7 @@ def savings(
     changes: dict[str, Any] = {"dtype": "bf16", "activation_checkpointing": True}
     positions = config.rows_per_microbatch * workload.row_length
     chunk = head_chunk(config, positions, device)
-    # The head's own chunk where that is smaller; else four times as many chunks.
+    # The head's own chunk if that is smaller; else four times as many chunks.
     changes["num_output_chunks"] = (
         None if chunk > HEAD_CHUNK[device] else 4 * -(-positions // int(chunk))
     )
@@ -193,7 +190,7 @@ def savings(
         found[f"lora_rank: {LORA_RANK} (adapters alone are trained)"] = now - peak(
             lora_rank=LORA_RANK
         )
-    # Which exclude it.
+    # Both exclude it.
     if not (config.optimizer_on_cpu or (four_bits and config.tensor_parallel > 1)):
         found[f"{2 * ranks} processes with different rows"] = now - peak(2 * ranks)
     half = workload.row_length // 2
@@ -211,7 +208,7 @@ def savings(
 
 
 def left_parked(config: TrainingConfig, ranks: int) -> Parts:
-    """Return the bytes of a GPU that a trainer's process keeps when its tensors have left, by part.
+    """Return the GPU bytes of a trainer's process without its tensors, by part.
 
     Processes with different rows have a communicator, and those of `tensor_parallel` another.
     """
@@ -271,27 +268,27 @@ class _Training:
         self.tells_parts = in_loss and (
             self.full_divergence or (grpo is not None and grpo.entropy_coefficient > 0)
         )
-        """Whether the head tells the parts of the gradient apart, from copies of its logits."""
+        """Whether the head separates the parts of the gradient, from copies of its logits."""
         self.ranks = ranks
         self.sharded = ranks > 1 or settings.cpu_offload
         self.gathers = ranks * settings.tensor_parallel > 1
-        """Files hold whole tensors, of which this process has parts; it is the one that writes."""
+        """Files hold whole tensors, this process parts of them; it writes the files."""
         self.on_device = not (settings.cpu_offload and cuda)
-        """Whether parameters, gradients and moments are on the device that computes."""
+        """Whether parameters, gradients and moments are on the computing device."""
         self.lora = settings.lora_rank is not None
         bf16 = settings.dtype == "bf16"
         self.how = Computation(bf16, cuda, settings.tensor_parallel, frozen=self.lora)
         held = held_dtype(decoder, settings)
         self.base_size = BYTES[held]
-        """Bytes of a number that is not trained, but for matrices in 4 bits."""
+        """Bytes of a frozen number, except for matrices in 4 bits."""
         self.head_size = self.base_size if bf16 else _FP32
-        """The same, of the head: where products are in fp32, so is it."""
+        """The same, of the head: fp32 if products are in fp32."""
         mixed = bf16 and cuda and settings.lora_kind != "dora"
         if mixed:
             self.gathered_size = _BF16
         else:
             self.gathered_size = self.base_size
-        """Bytes of a number in what FSDP has gathered."""
+        """Bytes of a number gathered by FSDP."""
         if mixed:
             self.gathered_head_size = _BF16
         else:
@@ -304,14 +301,14 @@ class _Training:
         self.head_gradient = 0.0 if self.lora else self.head_matrix * _FP32
         adapted_head = self.lora and "output" in settings.lora_targets and not decoder.tied
         self.merged_head = self.head_matrix * _FP32 if adapted_head else 0.0
-        """Bytes of an output projection with its adapter, made anew in each pass; DoRA also holds
+        """Bytes of an output projection with its adapter, made again in each pass; DoRA also holds
         it with unscaled rows.
         """
         shared = settings.tensor_parallel * ranks
         undivided = undivided_parameters(decoder, settings)
         undivided_here = undivided / ranks - undivided / shared  # beyond the share of each
         self.trainable = trained_parameters(decoder, settings) / shared + undivided_here
-        """Parameters with a gradient that this process holds."""
+        """Parameters of this process with a gradient."""
         if settings.lora_base_dtype == "nf4":
             in_four_bits = self._adapted_numbers()
         else:
@@ -320,20 +317,19 @@ class _Training:
         base += decoder.vocabulary_matrix * (self.head_size - self.base_size)
         adapters = adapter_parameters(decoder, settings) * _FP32
         self.parameters = (base + adapters) / shared + undivided_here * _FP32
-        """Bytes of all parameters that this process holds."""
+        """Bytes of all parameters in this process."""
         files = BYTES[decoder.stored_dtype] if self.lora else _FP32  # else of the iteration before
         self.mapped = 0.0 if cuda else min(decoder.stored * files / ranks, _SHARD)
-        """Bytes of a model's files that are mapped while they are read, one file after the other.
-        """
+        """Bytes of a model's files mapped during reading, one file after the other."""
 
     def _adapted_numbers(self) -> int:
-        """Count the entries of the matrices that have adapters."""
+        """Count the entries of the matrices with adapters."""
         return sum(
             before * behind for before, behind in adapted_shapes(self.decoder, self.settings)
         )
 
     def estimate(self) -> MemoryEstimate:
-        """Return what each moment holds."""
+        """Return the bytes of each moment."""
         moments = {
             "loading": self._loading(),
             "gradient": max(self._gradient(), key=lambda parts: sum(parts.values())),
@@ -345,10 +341,10 @@ class _Training:
             moments["prepass"] = self._prepass()
         return MemoryEstimate({name: self._finished(parts) for name, parts in moments.items()})
 
-    # What is held for long
+    # Held for long
 
     def _held(self, *, gradients: bool = False, moments: bool) -> Parts:
-        """Return what stays on the device that computes."""
+        """Return the bytes left on the computing device."""
         if not self.on_device:
             return {}
         parts = {"parameters": self.parameters}
@@ -368,8 +364,8 @@ class _Training:
         return self._held(moments=continued) | {"mapped files": max(state, self.mapped)}
 
     def _saving(self) -> Parts:
-        """Add the tensors that are gathered, merged or rounded for a file; on CUDA this goes tensor
-        by tensor.
+        """Add the tensors gathered, merged or rounded for a file; on CUDA this goes tensor by
+        tensor.
         """
         held = self._held(moments=True) | self._reference_parts()
         if self.cuda:
@@ -399,8 +395,8 @@ class _Training:
     # The gradient
 
     def _gradient(self) -> list[Parts]:
-        """Return what is held at the head, where the backward pass begins, at its first layer,
-        where it ends, and before all of these, where FSDP gathers."""
+        """Return the bytes at the head (start of the backward pass), at its first layer, at its
+        end, and before all of these, when FSDP gathers."""
         settings = self.settings
         workload = self.workload
         in_backward = settings.optimizer_in_backward
@@ -451,8 +447,8 @@ class _Training:
         if not accumulated and "gradients" in most:
             early = self.decoder.layer + (0 if self.lora else self.decoder.vocabulary_matrix)
             first["gradients"] -= self.trainable * min(1.0, early / self.decoder.total) * _FP32
-        # Dense gradients of the embeddings come last; where the head is tied, its own has waited
-        # for them until now.
+        # Dense gradients of the embeddings come last; with a tied head, its own gradient has waited
+        # for them.
         again = int(accumulated or self.decoder.tied or in_backward) + int(
             accumulated and self.decoder.tied
         )
@@ -463,8 +459,8 @@ class _Training:
         return [at_head, begins, first, ends, base | self._gathering()]
 
     def _activations(self) -> tuple[float, float]:
-        """Return what all layers keep, and the most that their backward passes add to it: layers
-        that are recomputed need room when the layers behind them have freed theirs."""
+        """Return the bytes kept by all layers, and the peak their backward passes add: recomputed
+        layers need room after the layers behind them have freed theirs."""
         settings = self.settings
         shape = self.decoder.shape
         row_length = self.workload.row_length
@@ -487,7 +483,7 @@ class _Training:
         return self.tokens * (kept + mask), self.tokens * backward
 
     def _layers(self) -> tuple[list[LayerBytes], int]:
-        """Return what each layer keeps, and how many dense masks there are."""
+        """Return the bytes kept by each layer, and the number of dense masks."""
         row_length = self.workload.row_length
         longest = self.workload.longest_sample or row_length
         lengths: list[int | None] = []
@@ -502,8 +498,8 @@ class _Training:
         return layer_bytes(self.decoder, self.how, lengths), len(masks)
 
     def _adapter_bytes(self) -> float:
-        """Return what a layer's adapters keep for each token besides their inputs; with dropout,
-        each has a copy of its input. Where layers differ, it is the mean."""
+        """Return the bytes a layer's adapters keep for each token besides their inputs; with
+        dropout, each has a copy of its input. If layers differ, it is the mean."""
         settings = self.settings
         shape = self.decoder.shape
         if settings.lora_rank is None:
@@ -515,14 +511,14 @@ class _Training:
         copies = sum(before for before, _ in shapes) * bool(settings.lora_dropout)
         kept = (numbers + copies) * size / shape.layers
         if copies and self.decoder.own is not None:
-            # What it multiplies with is a mask on CUDA, and numbers on the CPU.
+            # It multiplies with a mask on CUDA, and with numbers on the CPU.
             kept += copies / shape.layers * (1 if self.cuda else size)
             # Those of the inputs themselves are kept no more.
             kept -= (2 * shape.width + shape.feed_forward_width) * size
         return kept
 
     def _chunk(self, gradient: bool = True) -> float:
-        """Return the bytes of a chunk's logits and of what is made of them, with or without their
+        """Return the bytes of a chunk's logits and their products, with or without their
         gradient.
         """
         positions = head_chunk(self.settings, self.trained, "cuda" if self.cuda else "cpu")
@@ -539,8 +535,8 @@ class _Training:
         return logits / self.settings.tensor_parallel * each
 
     def _reference_parts(self) -> Parts:
-        """Return the reference's output projection and hidden states, where KL is taken over the
-        whole vocabulary.
+        """Return the reference's output projection and hidden states, for KL over the whole
+        vocabulary.
         """
         if not self.full_divergence:
             return {}
@@ -552,9 +548,8 @@ class _Training:
         return {"reference": matrix + positions * self.decoder.shape.width * _FP32}
 
     def _working_copies(self, layers: float) -> Parts:
-        """Return the parameters as they are computed with, besides those held: what FSDP has
-        gathered, and the copies in bf16 of so many layers' matrices, which products keep for their
-        backward pass.
+        """Return the working copies of the parameters, besides those held: FSDP's gathered ones,
+        and bf16 copies of so many layers' matrices, kept by products for their backward pass.
         """
         settings = self.settings
         decoder = self.decoder
@@ -588,29 +583,29 @@ class _Training:
         return parts
 
     def _gathered_root(self) -> float:
-        """Return what FSDP has gathered outside of layers."""
+        """Return FSDP's gathered parameters outside of layers."""
         others = (self.decoder.outside_layers - self.decoder.vocabulary_matrix) * self.gathered_size
         head = self.decoder.vocabulary_matrix * self.gathered_head_size
         return (others + head) / self.settings.tensor_parallel
 
     def _gathering(self) -> Parts:
-        """Return what FSDP holds while it gathers the first layer: what is outside of layers is
-        there twice, as it came from the others and as it is computed with; a layer as it comes."""
+        """Return FSDP's bytes while it gathers the first layer: parameters outside of layers are
+        there twice, as received and as computed with; a layer as received."""
         if not self.sharded:
             return {}
         layer = self.decoder.layer / self.settings.tensor_parallel * self.gathered_size
         return {"gathered parameters": 2 * self._gathered_root() + layer}
 
     def _whole_gradients(self) -> tuple[float, float, float]:
-        """Return the gradients of gathered parameters before they are scattered: where the backward
-        pass begins (the head's is in "head"), at the first layer, while the head's still waits for
-        the embeddings', and where it ends.
+        """Return the gradients of gathered parameters before they are scattered: at the start of
+        the backward pass (the head's is in "head"), at the first layer, while the head's still
+        waits for the embeddings', and at the end.
         """
         if not self.sharded or self.lora:
             return 0.0, 0.0, 0.0
         size = self.gathered_size
         layer = self.decoder.layer / self.settings.tensor_parallel * size
-        # Where it is tied, it is in "head".
+        # If it is tied, it is in "head".
         waiting = 0.0 if self.decoder.tied else self.head_matrix * size
         # At the end the sum over processes is made in fp32, of all gradients, and becomes each
         # one's part while one matrix waits.
@@ -622,7 +617,7 @@ class _Training:
         )
 
     def _finished(self, parts: Parts) -> Parts:
-        """Add what is held besides the recipe's own tensors, and leave out empty parts."""
+        """Add the bytes held besides the recipe's own tensors, and leave out empty parts."""
         if self.cuda:
             gaps = sum(parts.values()) * _CUDA_GAPS
             left = left_parked(self.settings, self.ranks)

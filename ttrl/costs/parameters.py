@@ -1,11 +1,10 @@
 """Count the parameters of a decoder by kind, from its config.json.
 
-Counts are those of the model that is trained: of one with a vision tower, the text part. A tied
-output projection counts once. A model_type without an entry in `ttrl.families.table` is counted as
-a dense decoder, and `is_known` says so.
+Counts are those of the trained model: of one with a vision tower, the text part. A tied output
+projection counts once. A model_type without an entry in `ttrl.families.table` is counted as a dense
+decoder, and `is_known` says so.
 
-Letters in what follows: D width, H query heads, K key/value heads, E dimension of a head, V
-vocabulary.
+Letters: D width, H query heads, K key/value heads, E dimension of a head, V vocabulary.
 """
 
 from collections import Counter
@@ -32,12 +31,12 @@ class ModelShape:
     key_value_heads: int
     head_dim: int
     feed_forward_width: int
-    """The widest that a token passes."""
+    """The widest vector of a token."""
     vocabulary: int
     kinds: tuple[Layer, ...]
     """Each layer."""
     outside: Layer
-    """What each token passes besides, embeddings, last norm and head apart."""
+    """Each token's other parameters, embeddings, last norm and head excluded."""
 
     @property
     def layers(self) -> int:
@@ -46,14 +45,14 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Count the entries of the matrices that each token passes in one layer, on average where
-        they differ.
+        """Count the entries of the matrices each token passes in one layer, on average if layers
+        differ.
         """
         return sum(one.passed for one in self.kinds) // self.layers
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the attention window of each layer that attends; None sees everything before
+        """Return the attention window of each layer with attention; None sees everything before
         it.
         """
         return tuple(one.window for one in self.kinds if one.pair)
@@ -65,9 +64,9 @@ class ModelShape:
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape from a Hugging Face config.json of the families that ttrl trains.
+    """Return the shape from a Hugging Face config.json of ttrl's families.
 
-    Raises ModelFolderError where a number is missing.
+    Raises ModelFolderError if a number is missing.
     """
     return decoder_parameters(config).shape
 
@@ -91,14 +90,14 @@ def _inner_width(layer: Layer) -> int:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Tell whether parameters are counted by what is known of a config.json's model_type; else as
-    if it were a plain dense decoder."""
+    """Tell whether ttrl knows a config.json's model_type; otherwise parameters are counted as a
+    plain dense decoder's."""
     return family_of(config) is not UNKNOWN
 
 
 @dataclass(frozen=True)
 class DecoderParameters:
-    """A decoder's parameters, and the traits that decide what it keeps for the backward pass."""
+    """A decoder's parameters, and its traits with an effect on the backward pass's memory."""
 
     shape: ModelShape
     own: OwnDecoder | None
@@ -108,9 +107,9 @@ class DecoderParameters:
     head_norms: bool
     """A norm over each head's query and key, in ttrl's own decoder."""
     soft_cap: bool
-    """Attention scores are capped, which the fast way on CPUs cannot do."""
+    """Attention scores are capped; the fast way on CPUs cannot do it."""
     norm_vectors: int
-    """What the last norm has: 0, 1 (a weight) or 2 (and a bias)."""
+    """The last norm's vectors: 0, 1 (a weight) or 2 (and a bias)."""
     head_bias: bool
     looked_up: int
     """Entries of further tables of embeddings."""
@@ -134,9 +133,9 @@ class DecoderParameters:
 
     @property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the shapes of the matrices that adapters may go on, by name: (width in, width
-        out). The names are the recipe's, or those of transformers' class; where layers differ, one
-        matrix of each name.
+        """Return the shapes of the matrices for adapters, by name: (width in, width out). The names
+        are the recipe's, or those of transformers' class; if layers differ, one matrix of each
+        name.
         """
         return {
             one.name: (one.before, one.behind)
@@ -147,12 +146,12 @@ class DecoderParameters:
 
     @property
     def layer(self) -> int:
-        """Count the parameters of one layer, on average where they differ."""
+        """Count the parameters of one layer, on average if layers differ."""
         return sum(one.parameters for one in self.shape.kinds) // self.shape.layers
 
     @property
     def outside_layers(self) -> int:
-        """Count the embeddings, output projection and last norm, and what else is in no layer."""
+        """Count the embeddings, output projection, last norm, and others outside of layers."""
         vectors = self.shape.width * self.norm_vectors + self.shape.vocabulary * self.head_bias
         others = self.looked_up + self.shape.outside.parameters
         return self.vocabulary_matrix * (1 if self.tied else 2) + vectors + others
@@ -164,14 +163,14 @@ class DecoderParameters:
 
     @property
     def active(self) -> int:
-        """Count the parameters that are active for a token: all but those of the experts that it
-        does not pass. Embeddings count whole, as Qwen counts; OpenAI leaves them out."""
+        """Count a token's active parameters: all but those of unused experts. Embeddings count
+        whole, as Qwen counts; OpenAI leaves them out."""
         return self.total - sum(one.idle for one in self.shape.kinds)
 
     @property
     def stored(self) -> int:
-        """Count the entries of a checkpoint: a tied head is written once more, except where vLLM
-        refuses it, and of transformers' own classes."""
+        """Count the entries of a checkpoint: a tied head is written once more, except if vLLM
+        refuses it, and in transformers' own classes."""
         again = self.tied and self.own is not None and self.own.tied_head_in_files
         return self.total + (self.vocabulary_matrix if again else 0)
 
@@ -186,7 +185,7 @@ def has_tied_head(config: Mapping[str, Any]) -> bool:
 
 
 def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
-    """Return the parameters that a config.json describes. Raises ModelFolderError where a value is
+    """Return the parameters described by a config.json. Raises ModelFolderError if a value is
     missing.
     """
     values = Values(model_settings(config))
@@ -216,7 +215,7 @@ def _stored_dtype(config: Mapping[str, Any]) -> str:
 
 
 def held_dtype(decoder: DecoderParameters, config: TrainingConfig) -> str:
-    """Return the dtype of the weights that training holds frozen: "fp32", "bf16" or "fp16".
+    """Return the dtype of the frozen weights: "fp32", "bf16" or "fp16".
 
     Matrices in 4 bits are not meant.
     """
@@ -228,9 +227,7 @@ def held_dtype(decoder: DecoderParameters, config: TrainingConfig) -> str:
 
 
 def adapted_shapes(decoder: DecoderParameters, config: TrainingConfig) -> list[tuple[int, int]]:
-    """Return the shapes of the matrices of all layers that have adapters of low rank: (width in,
-    width out).
-    """
+    """Return the shapes of all layers' matrices with low-rank adapters: (width in, width out)."""
     if config.lora_rank is None:
         return []
     wanted = set(config.lora_targets).union(*(MATRIX_NAMES[name] for name in config.lora_targets))
@@ -262,8 +259,8 @@ def adapter_parameters(decoder: DecoderParameters, config: TrainingConfig) -> in
 
 
 def undivided_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
-    """Count those of the adapters that each process of `tensor_parallel` holds whole: of a matrix
-    whose rows it deals out, what has the columns' side, and the other way round."""
+    """Count the adapter parameters held whole by each process of `tensor_parallel`: for a matrix
+    divided by rows, those on the columns' side, and the other way round."""
     rank = config.lora_rank
     shape = decoder.shape
     if rank is None or config.tensor_parallel == 1:
@@ -282,7 +279,7 @@ def undivided_parameters(decoder: DecoderParameters, config: TrainingConfig) -> 
 
 
 def trained_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
-    """Count the parameters that have a gradient: the adapters' where there are any, else all."""
+    """Count the parameters with a gradient: the adapters' if there are any, else all."""
     if config.lora_rank is None:
         return decoder.total
     return adapter_parameters(decoder, config)

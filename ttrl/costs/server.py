@@ -1,4 +1,4 @@
-"""Estimate the memory of a vLLM server: while it serves, and asleep.
+"""Estimate the memory of a vLLM server, serving and asleep.
 
 On a GPU, `gpu_memory_utilization` is a budget for weights, cache, activations, sampler and CUDA
 graphs. A context and NCCL's buffers come on top: vLLM first looks at the memory with them there.
@@ -26,13 +26,13 @@ from ttrl.costs.storage import BYTES
 _FP32 = 4
 _COUNTS = 4 + 1 / 8  # bytes for each token of the vocabulary: how often it came, and whether
 _GRAPH_OF_LAYER = 0.3e6
-"""Bytes of a captured graph for each layer. Reported: 0.16 MB (models of 4B and 14B that leave 1.2
-and 1.4 GB in all), 0.29 MB (vLLM issue 47654), 0.4 MB (vLLM pull request 11349)."""
-_LARGEST_GRAPH = 512  # tokens of a step; 1,024 on B200 and B300, which have the memory
+"""Bytes of a captured graph for each layer. Reported: 0.16 MB (models of 4B and 14B; 1.2 and 1.4 GB
+in all), 0.29 MB (vLLM issue 47654), 0.4 MB (vLLM pull request 11349)."""
+_LARGEST_GRAPH = 512  # tokens of a step; 1,024 on B200 and B300 with their memory
 _NCCL_ASLEEP = {True: 0.6e9, False: 6.9e9}
 """Bytes of NCCL during sleep, with and without enable_nccl_comm_suspend. With it: the communicator
-of PyTorch itself (576 MiB, sglang pull request 30908). Without: the most that was reported, 7,392
-MiB at tensor_parallel_size 2 against 774 MiB at 1 (NVIDIA-NeMo/RL issue 223)."""
+of PyTorch itself (576 MiB, sglang pull request 30908). Without: the most reported, 7,392 MiB at
+tensor_parallel_size 2 against 774 MiB at 1 (NVIDIA-NeMo/RL issue 223)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def server_memory(model: Mapping[str, Any], serving: Serving, *, cuda: bool = Tr
 
     "states" are those of recurrences, one for each of max_num_seqs; vLLM keeps them in its cache.
 
-    On CUDA `gpu_memory_utilization` is for these and the cache. model: values of config.json.
+    On CUDA `gpu_memory_utilization` covers these and the cache. model: values of config.json.
     """
     shape = decoder_parameters(model).shape
     size = BYTES[serving.dtype]
@@ -108,7 +108,7 @@ def state_cache_bytes(model: Mapping[str, Any], serving: Serving) -> float:
 
 
 def sampler_bytes(model: Mapping[str, Any], serving: Serving) -> float:
-    """Return the bytes of the sampler's counts, which CUDA servers have next to their weights."""
+    """Return the bytes of the sampler's counts, next to the weights on CUDA servers."""
     return serving.sequences * decoder_parameters(model).shape.vocabulary * _COUNTS
 
 
@@ -118,7 +118,7 @@ def beyond_budget(serving: Serving) -> Parts:
 
 
 def left_asleep(model: Mapping[str, Any], serving: Serving) -> Parts:
-    """Return the bytes of a GPU that a sleeping server keeps, by part."""
+    """Return the GPU bytes of a sleeping server, by part."""
     return {
         "context": CUDA_CONTEXT,
         "CUDA graphs": _graphs(model, serving),
@@ -127,7 +127,7 @@ def left_asleep(model: Mapping[str, Any], serving: Serving) -> Parts:
 
 
 def graph_sizes(serving: Serving) -> list[int]:
-    """Return the tokens of the steps for which vLLM captures CUDA graphs, ascending."""
+    """Return the step sizes of vLLM's CUDA graphs in tokens, ascending."""
     largest = min(2 * serving.sequences, _LARGEST_GRAPH, serving.step_tokens)
     grid = {1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)}
     sizes = grid | {serving.sequences, serving.step_tokens}

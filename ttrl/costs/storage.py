@@ -1,4 +1,4 @@
-"""Count the bytes that an iteration leaves on disk, from the model's config.json."""
+"""Count an iteration's bytes on disk, from the model's config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ def state_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:
 
 
 def model_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:
-    """Return the bytes of the whole model in a checkpoint; 0 where only adapters are written."""
+    """Return the bytes of the whole model in a checkpoint; 0 if only adapters are written."""
     whole = config.lora_rank is None or config.lora_merge
     return float(decoder.stored * BYTES[config.checkpoint_dtype] * whole)
 

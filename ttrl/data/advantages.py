@@ -1,4 +1,4 @@
-"""From the rewards of groups to advantages, and which groups have anything to teach.
+"""Compute advantages from the rewards of groups, and find the groups with a signal.
 
 With r the rewards of a group of n samples, m their mean and σ their standard deviation (of the
 population):
@@ -28,17 +28,17 @@ from ttrl.records import TaskResult
 logger = logging.getLogger(__name__)
 
 
-_EQUAL = 1e-9  # rewards that differ by less are the same
+_EQUAL = 1e-9  # rewards closer than this are equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """The groups of one batch that are trained on, and their advantages."""
+    """The trained groups of one batch, and their advantages."""
 
     kept: list[TaskResult]
     """Groups with signal."""
     values: list[list[float]]
-    """One advantage per graded sample of each group that was kept."""
+    """One advantage per graded sample of each kept group."""
     groups: Groups
     figures: AdvantageFigures
 
@@ -51,9 +51,9 @@ def has_signal(rewards: Sequence[float]) -> bool:
 def group_advantages(
     rewards: Sequence[float], method: AdvantageKind = "std", std_floor: float = 1e-6
 ) -> list[float]:
-    """Return the advantages of one group's samples, in order. Raises ConfigError for a method that
-    is unknown or needs more than one group ("batch": `batch_advantages`), UserError for a reward
-    that is not finite.
+    """Return the advantages of one group's samples, in order. Raises ConfigError for a method
+    unknown or in need of more than one group ("batch": `batch_advantages`), UserError for a
+    non-finite reward.
     """
     if method not in ("std", "mean", "leave_one_out"):
         if method == "batch":
@@ -75,9 +75,9 @@ def group_advantages(
 def batch_advantages(
     groups: Sequence[Sequence[float]], std_floor: float = 1e-6
 ) -> list[list[float]]:
-    """Return the advantages of every group: r - group mean, divided by the standard deviation of
-    that over all samples (REINFORCE++ with baseline, arXiv 2501.03262). A group without signal
-    takes part in it, with zeros. Raises UserError for a reward that is not finite."""
+    """Return the advantages of every group: r - group mean, divided by its standard deviation over
+    all samples (REINFORCE++ with baseline, arXiv 2501.03262). A group without signal takes part in
+    it, with zeros. Raises UserError for a non-finite reward."""
     centred = [_centred(rewards) for rewards in groups]
     scale = max(_std([value for group in centred for value in group]), std_floor)
     return [[value / scale for value in group] for group in centred]
@@ -93,15 +93,14 @@ def advantages_of(
     """Shape the rewards of a batch, leave out groups without signal, and compute the advantages of
     the others.
 
-    `keep_equal`: groups of equal rewards stay, with advantages of 0, for what gives their tokens a
-    signal later: a value head, rewards of single tokens. They are counted as groups without signal
-    all the same.
+    `keep_equal`: groups of equal rewards stay, with advantages of 0, for later signals: a value
+    head, rewards of single tokens. They still count as groups without signal.
 
-    The shaped rewards decide whether a group has signal: equal answers that surprised differently
-    have some. Failed samples are left out. `tokenizer`: the model's, needed with `surprise_until`.
-    Warns where standard deviations are below the floor.
+    The shaped rewards decide whether a group has signal: equal answers with different surprise have
+    some. Failed samples are left out. `tokenizer`: the model's, needed with `surprise_until`. Warns
+    of standard deviations below the floor.
 
-    Raises UserError, naming the sample, for a reward that is not finite.
+    Raises UserError, naming the sample, for a non-finite reward.
     """
     pairs = [shaped_rewards(result, config, tokenizer) for result in results]
     compared = [rewards for rewards, _ in pairs]
@@ -157,7 +156,7 @@ def advantages_of(
 def groups_with_signal(
     results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None
 ) -> int:
-    """Count the groups that `advantages_of` gives advantages other than 0."""
+    """Count the groups with advantages other than 0 in `advantages_of`."""
     return len(
         _with_signal(results, [shaped_rewards(result, config, tokenizer)[0] for result in results])[
             0
@@ -168,14 +167,14 @@ def groups_with_signal(
 def _with_signal(
     results: Sequence[TaskResult], shaped: Sequence[Sequence[float]]
 ) -> tuple[list[int], dict[str, int]]:
-    """Return the places of the groups whose shaped rewards differ, and how many others there are
-    for which reason.
+    """Return the places of the groups with different shaped rewards, and counts of the others by
+    reason.
 
-    "all_right" and "all_wrong" are groups whose samples all are what their grader calls "exact", or
-    all are not. Where it has no such metric, they are those whose samples all have the highest or
-    the lowest reward of the batch; where all groups have the same one, it is wrong unless it is
-    positive. "other_equal" is the rest of the groups with one reward, "too_few" those with fewer
-    than two graded samples. The reason is told by the graders' rewards.
+    "all_right" and "all_wrong" are groups with all samples, or none, "exact" by their grader.
+    Without such a metric, they are those with only the highest or only the lowest reward of the
+    batch; if all groups have the same one, it is wrong unless positive. "other_equal" is the rest
+    of the groups with one reward, "too_few" those with fewer than two graded samples. The graders'
+    rewards decide the reason.
     """
     everything = [reward for result in results for reward in result.rewards]
     highest, lowest = (max(everything), min(everything)) if everything else (0.0, 0.0)
@@ -189,7 +188,7 @@ def _with_signal(
         elif has_signal(compared):
             places.append(place)
         elif has_signal(rewards):
-            counts["other_equal"] += 1  # by their shaping alone
+            counts["other_equal"] += 1  # by their shaping only
         elif exact in ({0.0}, {1.0}):
             counts["all_right" if exact == {1.0} else "all_wrong"] += 1
         elif highest - lowest > _EQUAL and rewards[0] >= highest - _EQUAL:
@@ -238,7 +237,7 @@ def _count_low_std(rewards: Sequence[Sequence[float]], config: AdvantageConfig) 
 def _mean_reward(
     pairs: Sequence[tuple[list[float], list[float | None]]], config: AdvantageConfig
 ) -> float | None:
-    """Return the mean of shaped rewards; None where they are not shaped."""
+    """Return the mean of shaped rewards; None without shaping."""
     rewards = [reward for group, _ in pairs for reward in group]
     if rewards and (config.reward_power != 1.0 or config.surprise_bonus):
         return math.fsum(rewards) / len(rewards)

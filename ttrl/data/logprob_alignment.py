@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 from ttrl.errors import TokenizationError
 
 _INCOMPLETE = "\ufffd"
-"""The decoding of bytes that are not a whole character."""
+"""The decoding of incomplete characters."""
 _LOST = _INCOMPLETE.encode()
 _MOST_LOST = 3
 """Bytes behind one U+FFFD, at the most: a whole character has up to four."""
 _MOST_RANGES = 64
-"""Tokens that fit a text in more ways are not aligned any further."""
+"""Tokens with more possible places in a text are not aligned any further."""
 _ASCII = re.compile(rb"[\x00-\x7f]")
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Tokens that are whole characters together, and their bytes."""
+    """Tokens forming whole characters together, and their bytes."""
 
     count: int
     text: bytes
@@ -198,8 +198,8 @@ def _joined(ranges: Iterable[_Range]) -> list[_Range]:
 
 
 def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> list[_Span]:
-    """Return ids and their bytes. Ids that share a character are grouped; parts that never become a
-    whole one are a group of their own."""
+    """Return ids and their bytes. Ids sharing a character are grouped; parts never completing one
+    are a group of their own."""
     spans: list[_Span] = []
     ids = [*before[-1:], *token_ids]
     begin = first = len(before[-1:])
@@ -209,7 +209,7 @@ def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> l
             tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
-    # Of the id before the span, so that a blank at its beginning is not left out.
+    # Decodes the id before the span too, to keep a blank at its beginning.
     known = text(ids[:begin])
     broken = ""
     for end in range(begin + 1, len(ids) + 1):
@@ -234,13 +234,13 @@ def check_strings(
     logprobs: Sequence[float],
     tokens: Sequence[str],
 ) -> tuple[list[float], int]:
-    """Return the log-probabilities of a server that gave ids and token strings, NaN where the two
-    are different tokens, and how many are.
+    """Return a server's log-probabilities, NaN for each token id not matching the server's token
+    string, and the number of mismatches.
 
-    Blanks at the ends are not compared, nor tokens that are not a whole character, which servers
-    write in different ways. A token may be written as in the vocabulary (`æĺ¯`).
+    Blanks at the ends are not compared, nor tokens without a whole character: servers write them in
+    different ways. A token may be written as in the vocabulary (`æĺ¯`).
 
-    Raises TokenizationError where most are not: then ids and log-probabilities are out of step.
+    Raises TokenizationError if most mismatch: ids and log-probabilities are then out of step.
     """
     if len(tokens) != len(token_ids):
         raise TokenizationError(

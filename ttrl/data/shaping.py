@@ -1,12 +1,11 @@
-"""From a grader's reward to the reward that advantages are made of: powers, and a bonus for
-surprising right answers.
+"""Shape a grader's rewards for advantages: powers, and a bonus for surprising right answers.
 
 power      r ↦ sign(r)·|r|^p
 surprise   r ↦ (1 - b)·r + b·r·s,  s = mean of -logp over the completion's tokens up to the last
                                    answer, in nats per token
 
-In this order: what the power makes of the reward is the `r` of the bonus. Rollouts keep the
-grader's reward; nothing here changes a sample.
+In this order: the power's result is the `r` of the bonus. Rollouts keep the grader's reward;
+nothing here changes a sample.
 """
 
 import bisect
@@ -23,10 +22,10 @@ def reward_power(reward: float, power: float) -> float:
     """Return sign(r)·|r|^power, power > 0.
 
     Above 1 it favours nearly perfect answers (a puzzle's accuracy of 0.9 counts 0.53 with power 6),
-    below 1 any progress. -1, 0 and 1 stay what they are, the order of rewards stays, and a penalty
+    below 1 any progress. -1, 0 and 1 stay unchanged, the order of rewards stays, and a penalty
     stays a penalty: an even power does not make it a reward.
 
-    Raises UserError where the result is larger than any float.
+    Raises UserError if the result is larger than any float.
     """
     try:
         return math.copysign(abs(reward) ** power, reward)
@@ -38,7 +37,7 @@ def reward_power(reward: float, power: float) -> float:
 
 def surprise(logprobs: Sequence[float], until: int | None = None) -> float | None:
     """Return the mean of -logp [nats per token] over the first `until` tokens (None: all), NaN left
-    out; None where not one is known."""
+    out; None if none is known."""
     known = [logprob for logprob in logprobs[:until] if math.isfinite(logprob)]
     if known:
         return -math.fsum(known) / len(known)
@@ -54,14 +53,14 @@ def with_surprise(reward: float, surprised: float | None, bonus: float) -> float
 
 
 def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None:
-    """Count the completion tokens that hold the text up to the end of the last answer; None for all
-    of them.
+    """Count the completion tokens up to the end of the last answer in the text; None for all of
+    them.
 
-    `metric` is the name of a metric in which the grader tells where its last answer ends: the
-    number of characters of the message's content up to there (of a regular expression's match,
-    `match.end()`). All tokens count where `metric` is None, where the grader gave no such metric,
-    and where the content is not found in what the ids decode to. What precedes the content in the
-    ids (reasoning that the server took out, earlier turns) counts as before the answer.
+    `metric` names a grader's metric for the end of its last answer: the number of characters of the
+    message's content up to there (of a regular expression's match, `match.end()`). All tokens count
+    if `metric` is None, if the grader gave no such metric, and if the decoded ids do not contain
+    the content. Text before the content in the ids (reasoning taken out by the server, earlier
+    turns) counts as before the answer.
     """
     if metric is None or metric not in sample.metrics or not sample.token_ids:
         return None
@@ -92,7 +91,7 @@ def shaped_rewards(
 ) -> tuple[list[float], list[float | None]]:
     """Return the shaped rewards of the graded samples, and their surprises (none without a
     `surprise_bonus`). `surprise_until` needs the model's `tokenizer`. Raises UserError, naming the
-    sample, for a reward that is not finite.
+    sample, for a non-finite reward.
     """
     power = config.reward_power
     bonus = config.surprise_bonus

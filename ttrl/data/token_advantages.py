@@ -1,9 +1,8 @@
-"""Advantages of single tokens: from a value head (GAE), or from the log-ratios of an implicit
-reward model (PRIME).
+"""Compute advantages of single tokens: from a value head (GAE), or from the log-ratios of an
+implicit reward model (PRIME).
 
-A TokenizedResult carries them as `token_advantages`, one per completion token. Everything is
-computed in float64; what is not a finite number is refused, because one NaN would spread over a
-whole completion.
+A TokenizedResult holds them as `token_advantages`, one per completion token. Everything is computed
+in float64; non-finite numbers are refused, because one NaN would spread over a whole completion.
 """
 
 import math
@@ -21,12 +20,11 @@ def gae(
         δ_t = r_t + γ·V_{t+1} - V_t        A_t = Σ_k (γλ)^k · δ_{t+k}
 
     rewards: of each token; an outcome reward belongs to the last one. values: V_t before each
-    token, [T], with V_T = 0 after the last one (the completion has ended); or [T + 1], whose last
-    entry is the value after it (it was cut off and would go on). The returns that a value head is
-    trained on are A_t + V_t. λ = 1 gives the return less the value, λ = 0 the one-step error.
+    token, [T], with V_T = 0 after the last one (the completion has ended); or [T + 1], with the
+    value after it as the last entry (it was cut off and would go on). A value head is trained on
+    the returns A_t + V_t. λ = 1 gives the return less the value, λ = 0 the one-step error.
 
-    Raises UserError for lengths that do not go together, for numbers that are not finite, and for γ
-    or λ outside [0, 1].
+    Raises UserError for mismatched lengths, non-finite numbers, and γ or λ outside [0, 1].
     """
     _check_share("gamma", gamma)
     _check_share("lam", lam)
@@ -54,8 +52,8 @@ def implicit_rewards(
     logprobs: Sequence[float], reference_logprobs: Sequence[float], beta: float
 ) -> list[float]:
     """Return β·(log π_φ - log π_ref) of each token: the process rewards of an implicit reward model
-    φ (PRIME, arXiv 2502.01456). Raises UserError for different lengths and for log-probabilities
-    that are not finite.
+    φ (PRIME, arXiv 2502.01456). Raises UserError for different lengths and for non-finite
+    log-probabilities.
     """
     if len(logprobs) != len(reference_logprobs):
         raise UserError(
@@ -76,12 +74,11 @@ def implicit_reward_advantages(
         A_t^i = Σ_{s≥t} γ^{s-t}·(r_s^i - 1/(K-1) Σ_{j≠i} mean_u r_u^j)  +  R^i - 1/(K-1) Σ_{j≠i} R^j
 
     token_rewards: r, of each sample's tokens (`implicit_rewards`). rewards: R, the graders'. Both
-    parts have a leave-one-out baseline; that of the process rewards is the other samples' mean
-    reward per token, 0 for a sample without tokens. Zeros where the group has only one sample,
-    which has nothing to be compared with.
+    parts have a leave-one-out baseline; for the process rewards it is the other samples' mean
+    reward per token, 0 for a sample without tokens. Zeros for a group of one sample: there is
+    nothing to compare it with.
 
-    Raises UserError for lengths that do not go together, for numbers that are not finite, and for γ
-    outside [0, 1].
+    Raises UserError for mismatched lengths, non-finite numbers, and γ outside [0, 1].
     """
     _check_share("gamma", gamma)
     if len(token_rewards) != len(rewards):

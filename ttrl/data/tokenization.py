@@ -1,22 +1,20 @@
-"""From graded samples to token sequences: by the server's own token ids, or by the chat template
-where a server gives none.
+"""Turn graded samples into token sequences: by the server's token ids, or by the chat template.
 
 With ids nothing is tokenized again. Text, ids and log-probabilities are checked against each other:
 
-    text against ids        they may differ for good reasons (a stop string that the server cuts
-                            off, bytes that are not UTF-8): counted and logged, the ids are used
-    ids against logprobs    one for each, else an error; where the server's token strings were kept,
+    text against ids        they may differ for good reasons (a stop string cut off by the server,
+                            bytes outside UTF-8): counted and logged, the ids are used
+    ids against logprobs    one for each, else an error; if the server's token strings were kept,
                             the same tokens
-    mask against ids        trained is what the server says it generated, and nothing else
+    mask against ids        only tokens generated according to the server are trained
 
 Without ids (`token_ids=False`), prompt and answer are made by the model's chat template
-(`ttrl.data.chat.templates`), and each log-probability is given to the id that covers exactly the
-same bytes of the answer. The others are NaN, and counted.
+(`ttrl.data.chat.templates`), and each log-probability is given to the id covering exactly the same
+bytes of the answer. The others are NaN, and counted.
 
-A sample of several turns is one sequence as long as each prompt begins with the tokens before it,
-id by id. Where it does not (a template that leaves out earlier reasoning, text that is tokenized in
-another way than it was generated), the later turn begins another sequence, with the prompt that it
-was really generated after. Every generated token is trained once.
+A sample of several turns is one sequence if each prompt begins with the tokens before it, id by id.
+Otherwise (a template leaving out earlier reasoning, text tokenized differently than generated), the
+later turn begins another sequence, with its original prompt. Every generated token is trained once.
 """
 
 import dataclasses
@@ -43,13 +41,13 @@ class TokenizationCounts:
 
     samples: int = 0
     sequences: int = 0
-    """`samples`, and one more for every turn that does not continue the tokens before it."""
+    """`samples`, and one more for every turn not continuing the tokens before it."""
     turns: int = 0
     mismatches: int = 0
-    """Turns whose text was not what their ids decode to."""
+    """Turns with a text different from their decoded ids."""
     unaligned: int = 0
-    """Generated tokens whose log-probability is NaN because the server's could not be told to be
-    theirs.
+    """Generated tokens without a log-probability (NaN), because none of the server's could be
+    matched.
     """
 
 
@@ -59,10 +57,10 @@ class TaskResultTokenizer:
     tokenizer: a Hugging Face tokenizer; without one, `tokens` stay None, text is not compared, and
         samples need ids.
 
-    For samples without ids: tools: those that the server was sent with every request. stop_tokens
-    and template_kwargs: see `ttrl.data.chat.templates.tokenize_chat`. end_of_turn: False where stop
-    strings may have ended the answers, so that an end-of-turn token is not known to have been
-    sampled; then none is trained.
+    For samples without ids: tools: those sent to the server with every request. stop_tokens and
+    template_kwargs: see `ttrl.data.chat.templates.tokenize_chat`. end_of_turn: False if
+    stop strings may have ended the answers: no end-of-turn token is then known to be sampled, and
+    none is trained.
     """
 
     def __init__(
@@ -87,8 +85,8 @@ class TaskResultTokenizer:
 
     def __call__(self, result: TaskResult, advantages: Sequence[float]) -> list[TokenizedResult]:
         """Return the graded samples of `result` as token sequences; `advantages` has one entry for
-        each of them. What a rollout worker tokenized already is used as it is. Raises
-        TokenizationError where a sample has no ids and no template can make them, or lists of
+        each of them. Results tokenized by a rollout worker are used as they are. Raises
+        TokenizationError if a sample has no ids and no template can make them, or lists of
         different lengths.
         """
         graded = result.graded
@@ -221,7 +219,7 @@ class TaskResultTokenizer:
 
 
 def _filled(one: TokenSequence) -> np.ndarray | None:
-    """Return the experts of all tokens, -1 for those at the end that have none."""
+    """Return the experts of all tokens, -1 for missing ones at the end."""
     if one.experts is None:
         return None
     missing = len(one.token_ids) - len(one.experts)
@@ -229,8 +227,8 @@ def _filled(one: TokenSequence) -> np.ndarray | None:
 
 
 def as_arrays(sequence: TokenizedResult) -> TokenizedResult:
-    """Return a sequence whose lists are arrays, without the strings of its tokens, which packing
-    does not read.
+    """Return a sequence with arrays for lists, without the strings of its tokens: packing does not
+    read them.
     """
     arrays: dict[str, Any] = {
         "token_ids": np.array(sequence.token_ids, np.int32),

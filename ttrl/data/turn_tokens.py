@@ -1,5 +1,5 @@
-"""The turns of a sample as tokens, and as sequences: a turn continues the tokens before it, or
-begins a sequence of its own.
+"""Represent the turns of a sample as tokens, and as sequences: a turn continues the tokens before
+it, or begins a sequence of its own.
 """
 
 import base64
@@ -26,7 +26,7 @@ class TurnTokens:
     prompt: list[int]
     """Ids beyond those of `continues`."""
     continues: int | None
-    """The turn whose prompt and generated tokens come before `prompt`; None: none."""
+    """The turn with its prompt and generated tokens before `prompt`; None: none."""
     token_ids: list[int]
     """Generated."""
     logprobs: list[float]
@@ -59,14 +59,14 @@ class TokenSequence:
 
     @classmethod
     def begun(cls, prompt: list[int]) -> "TokenSequence":
-        """Begin a sequence with a prompt, nothing of which is trained."""
+        """Begin a sequence with an untrained prompt."""
         return cls(len(prompt), list(prompt), [False] * len(prompt), [math.nan] * len(prompt))
 
 
 def join(turns: list[TurnTokens]) -> list[TokenSequence]:
-    """Join turns to sequences in which every turn's tokens are trained once. A turn continues the
-    sequence of the turn that it continues, if nothing else does yet; else it begins one, whose
-    prompt holds the same tokens, untrained.
+    """Join turns to sequences, with every turn's tokens trained once. A turn extends the sequence
+    of its preceding turn, if nothing else does yet; else it begins one with the same tokens as an
+    untrained prompt.
     """
     sequences: list[TokenSequence] = []
     ends: list[tuple[int, int]] = []  # of each turn: its sequence, and the length up to its end
@@ -129,8 +129,8 @@ def _add_experts(one: TokenSequence, turn: TurnTokens) -> None:
 
 
 def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
-    """Return the turns by the server's own ids. Raises TokenizationError, naming the sample, where
-    lists do not go together.
+    """Return the turns by the server's own ids. Raises TokenizationError, naming the sample, for
+    inconsistent lists.
     """
     prompt = sample.prompt_token_ids
     completion = sample.token_ids
@@ -218,8 +218,8 @@ def turns_by_template(
     template_kwargs: Mapping[str, Any],
 ) -> list[TurnTokens]:
     """Return the turns by the chat template, for samples without ids; log-probabilities are those
-    of the server's tokens, not yet of the ids. Raises TokenizationError, naming the sample, for
-    what the template cannot show as the model wrote it.
+    of the server's tokens, not yet of the ids. Raises TokenizationError, naming the sample, if the
+    template cannot reproduce the model's text.
     """
     turns = sample.turns
     if turns is None:
@@ -294,7 +294,7 @@ def _tokens(
     ended: bool,
     template_kwargs: Mapping[str, Any],
 ) -> tuple[ChatTokens, slice]:
-    """Return the conversation up to the reply, and which of its tokens the model wrote."""
+    """Return the conversation up to the reply, and the model's tokens in it."""
     if not is_taken_apart(reply):
         chat = tokenize_completion(
             tokenizer, messages, reply.get("content") or "", tools, ended=ended, **template_kwargs

@@ -1,4 +1,4 @@
-"""Two evaluations of the same tasks, task by task: `ttrl compare a.json b.json`."""
+"""Compare two evaluations of the same tasks, task by task: `ttrl compare a.json b.json`."""
 
 import dataclasses
 import os
@@ -28,14 +28,14 @@ class SetComparison:
     second: float | None
     difference: Difference | None
     num_shared: int
-    """Tasks that both were asked in the same words."""
+    """Tasks in both, with equal messages."""
     num_others: int
-    """Tasks of either that the other was not asked, or not in the same words."""
+    """Tasks in only one, or with other messages."""
     num_ungraded: int
-    """Tasks that both were asked, of which all samples of one failed."""
+    """Shared tasks with all samples of one evaluation failed."""
 
     def row(self) -> list[str]:
-        """Return a line of a table: name, tasks, score, both means, difference, interval, p, tasks
+        """Return a row of the table: name, tasks, score, both means, difference, interval, p, tasks
         with better and worse.
         """
         row = [self.name, str(self.num_shared), self.score]
@@ -43,7 +43,7 @@ class SetComparison:
         d = self.difference
         if d is None:
             return [*row, "", "", "", ""]
-        # Below, t's distribution is rounding alone.
+        # Smaller values of t's distribution are rounding errors.
         if d.p_value >= 1e-12:
             p_value = f"{d.p_value:.2g}"
         else:
@@ -59,16 +59,16 @@ class SetComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two evaluations on all sets that both have."""
+    """Two evaluations, compared on all shared sets."""
 
     models: tuple[str, str]
     confidence: float
     sets: list[SetComparison]
     left_out: list[str]
-    """Sets that only one of them has."""
+    """Sets in only one of them."""
     settings_that_differ: list[str]
     incomplete: list[str]
-    """"first", "second": evaluations that ended before all of their sets were asked."""
+    """"first", "second": evaluations stopped before their last set."""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -108,7 +108,7 @@ class Comparison:
         return "\n".join(lines)
 
     def _limits(self) -> list[str]:
-        """Say what should be known before the figures are read."""
+        """Return the caveats for the figures."""
         lines = [f"the evaluation of the {which} is not complete" for which in self.incomplete]
         if self.settings_that_differ:
             lines.append(f"asked with other settings: {', '.join(self.settings_that_differ)}")
@@ -123,10 +123,10 @@ class Comparison:
 def compare(
     first: str | os.PathLike[str], second: str | os.PathLike[str], *, confidence: float = 0.95
 ) -> Comparison:
-    """Compare the JSON of two evaluations on the tasks that both were asked, second minus first.
+    """Compare the JSON of two evaluations on their shared tasks, second minus first.
 
-    Raises UserError for files that are not evaluations, share no set, or score a set by different
-    names.
+    Raises UserError for files other than evaluations, without a shared set, or with different
+    score names for a set.
     """
     if not 0.5 <= confidence <= 0.9999:
         raise UserError(
@@ -172,11 +172,11 @@ def compare(
 _OURS = frozenset(
     {"model", "name", "cache", "concurrency", "prices", "weights_digest", "tasks", "pass_at"}
 )
-"""Settings that change no answer, or that are told elsewhere."""
+"""Settings without effect on answers, or reported elsewhere."""
 
 
 def _asked(content: Mapping[str, Any]) -> str:
-    """Name the model, and for an address what it served."""
+    """Return the model's name, for an address with its served model."""
     model = str(content["model"])
     name = content.get("settings", {}).get("name")
     if name and model.startswith(("http://", "https://")):
@@ -185,8 +185,9 @@ def _asked(content: Mapping[str, Any]) -> str:
 
 
 def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Find the other's set of the same name; else the one whose data or file lies elsewhere:
-    gsm8k=here, gsm8k=there. What is paired of two sets are equal tasks in any case."""
+    """Return the other's set of the same name, else its only one of the same family with data
+    elsewhere: gsm8k=here, gsm8k=there. Only equal tasks of two sets are ever paired.
+    """
     if name in other:
         return name
 
@@ -206,9 +207,9 @@ def compare_seeds(
     *,
     confidence: float = 0.95,
 ) -> list[SetComparison]:
-    """Compare the JSON of evaluations of two ways to train, of several seeds each, on the sets that
-    all of them have: second minus first, for other tasks and other seeds. Raises UserError for
-    files that are not evaluations.
+    """Compare the JSON of evaluations of two training methods, with several seeds each, on the sets
+    shared by all: second minus first, with intervals for other tasks and other seeds. Raises
+    UserError for files other than evaluations.
     """
     sides = [[read_result(path)["sets"] for path in side] for side in (first, second)]
     names = [name for name in sides[0][0] if all(name in sets for side in sides for sets in side)]
@@ -250,12 +251,12 @@ def _compared(
 
 
 def _pooled(run: Mapping[Key, list[float]], keys: Sequence[Key]) -> list[list[float]]:
-    """Return the scores of each task, pooled with those of its repeats."""
+    """Return the scores of each task, pooled with its repeats."""
     return pooled([key[:2] for key in keys], [run[key] for key in keys])
 
 
 def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:
-    """Return scores by id, digest of the messages, and how many equal ones came before."""
+    """Return scores by id, digest of the messages, and number of equal tasks before."""
     seen: Counter[tuple[str, str]] = Counter()
     found: dict[Key, list[float]] = {}
     for row in rows:

@@ -1,5 +1,5 @@
-"""What an evaluation found: means with intervals for each set of tasks, as numbers, as JSON, and as
-a table for a terminal.
+"""Hold an evaluation's results: means with intervals for each set of tasks, as numbers, JSON or a
+terminal table.
 """
 
 import dataclasses
@@ -25,39 +25,37 @@ if TYPE_CHECKING:
     from ttrl.system.frames import DataFrame
 
 FORMAT = 1
-"""Of the JSON; raised when a reader of older files would misread it."""
+"""Version of the JSON; incremented if a reader would misread older files."""
 
 
 @dataclass(kw_only=True)
 class SetResult:
-    """One set of tasks: a family, or a file of one's own."""
+    """One set of tasks: a family, or a user's file."""
 
     name: str
     score: str
-    """The score whose mean is `accuracy`: "reward", or a metric of the grader."""
+    """Score averaged in `accuracy`: "reward", or a metric of the grader."""
     samples_per_task: int
     accuracy: Estimate
     reward: Estimate
     metrics: dict[str, Estimate]
     partial_metrics: dict[str, int]
-    """How many samples have a metric that some graded ones lack: its mean is over these."""
+    """Samples with a metric, for metrics missing in some graded samples; the mean is over these."""
     pass_at: dict[int, Estimate]
-    """By k: the chance that at least one of k samples is right (its score is 1), and its interval
-    over tasks.
-    """
+    """By k: the chance of at least one right sample (score 1) in k, and its interval over tasks."""
     num_tasks: int
     num_repeats: int
     """Tasks with the id and messages of an earlier one; estimates pool the samples of both."""
     num_samples: int
     num_failed: int
-    """Samples without a grade: the request or the grader failed. They are left out of the means."""
+    """Samples without a grade, after a failed request or grader; excluded from the means."""
     failures: dict[str, int]
-    """Why, and how often."""
+    """Counts by reason."""
     num_truncated: int
-    """Samples that were cut off by the limit of tokens, graded as they were."""
+    """Samples cut off by the token limit, graded as they were."""
     num_cached: int
     prompt_tokens: int
-    """Every task's prompt once."""
+    """Each task's prompt counted once."""
     completion_tokens: int
     mean_completion_tokens: float | None
     new_completion_tokens: int
@@ -65,17 +63,15 @@ class SetResult:
     tokens_per_second: float | None
     seconds: float | None
     spend: float | None
-    """Dollars for what was sampled now; None without prices."""
+    """Dollars for new samples; None without prices."""
     tasks: list[dict[str, Any]] = field(repr=False)
-    """For each task: id, digest of its messages, and each sample's score; null where it failed.
-    What `compare` pairs.
+    """For each task: id, digest of its messages, and each sample's score; null for failed ones.
+    `compare` pairs these.
     """
 
     @property
     def accuracy_if_failed_are_wrong(self) -> float | None:
-        """Return the mean with 0 for every sample that failed: the other end of what failures may
-        hide.
-        """
+        """Return the mean with 0 for failed samples, in case failures hide wrong answers."""
         by_task = pooled(map(task_key, self.tasks), [row["scores"] for row in self.tasks])
         means = [statistics.fmean(score or 0.0 for score in scores) for scores in by_task if scores]
         if means:
@@ -94,7 +90,7 @@ class SetResult:
         pass_at: Sequence[int] = (),
         confidence: float = 0.95,
     ) -> "SetResult":
-        """Return the figures of what `get_task_results` returned, in the order of the tasks."""
+        """Return the figures of `get_task_results`, in the order of the tasks."""
         stats = results.stats
         rows: list[dict[str, Any]] = [
             {
@@ -150,7 +146,7 @@ class SetResult:
         )
 
     def metric_text(self, name: str) -> str:
-        """Write a metric with its interval, and how many samples have it if not all do."""
+        """Format a metric with its interval, and its number of samples if some lack it."""
         estimate = self.metrics[name]
         count = self.partial_metrics.get(name)
         notes = [_interval(estimate)]
@@ -168,15 +164,15 @@ class SetResult:
 
 @dataclass(kw_only=True)
 class EvalResult:
-    """An evaluation: `sets`, and what it was made with."""
+    """An evaluation: `sets` and their settings."""
 
     model: str
     settings: dict[str, Any]
     sets: list[SetResult] = field(default_factory=list)
     complete: bool = False
-    """False where it ended early: some sets are missing."""
+    """False after an early end: some sets are missing."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Why a set has no grade at all, by its name."""
+    """Reason by name, for sets without any grade."""
     seconds: float = 0.0
     confidence: float = 0.95
 
@@ -200,7 +196,7 @@ class EvalResult:
 
     def to_pandas(self) -> "DataFrame":
         """Return a DataFrame with a row for each sample: set, task_id, digest of the messages,
-        sample, score. Failed samples have no score. Raises UserError where pandas is not installed.
+        sample, score. Failed samples have no score. Raises UserError without pandas.
         """
         rows = [
             {
@@ -217,16 +213,14 @@ class EvalResult:
         return data_frame(rows, columns=("set", "task_id", "digest", "sample", "score"))
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the JSON, whole or not at all, and return the path."""
+        """Write the JSON atomically; return the path."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n")
         return path
 
     def table(self) -> str:
-        """Return a line for each set, and below what should be known about failures, for a
-        terminal.
-        """
+        """Return a terminal table: a line for each set, then notes on failures."""
         ks = sorted({k for one in self.sets for k in one.pass_at if k > 1})
         header = [
             "tasks",
@@ -271,12 +265,12 @@ class EvalResult:
 
 
 def task_key(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what tells the tasks of an evaluation apart: id, and digest of the messages."""
+    """Return a task's identity in an evaluation: id, and digest of the messages."""
     return row["id"], row["digest"]
 
 
 def messages_digest(task: Task) -> str:
-    """Return a digest that is the same where two evaluations asked the same."""
+    """Return a digest of the messages, equal for equal questions."""
     return hashlib.sha256(
         json.dumps(task.messages, sort_keys=True, default=str).encode()
     ).hexdigest()[:16]

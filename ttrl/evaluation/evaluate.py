@@ -1,10 +1,14 @@
-"""`evaluate` asks a model the tasks of one or more families and says how well it does. `ttrl eval`
-is its command.
+"""Evaluate a model on the tasks of one or more families. `ttrl eval` is the command.
 
 from ttrl import evaluate
 
-result = evaluate("runs/NAME/iterations/0030/checkpoint", "letter_counting,gsm8k=data/gsm8k", n=200,
-output="after.json") print(result.table())
+result = evaluate(
+    "runs/NAME/iterations/0030/checkpoint",
+    "letter_counting,gsm8k=data/gsm8k",
+    n=200,
+    output="after.json",
+)
+print(result.table())
 print(result["gsm8k"].accuracy)
 """
 
@@ -47,7 +51,7 @@ from ttrl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 _RIGHT = ("right", "exact", "correct", "solved", "accuracy")
-"""Metrics that say whether an answer is right, in the order in which they are looked for."""
+"""Metrics of right answers, in order of preference."""
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/|$)")
 _SAME_ANSWERS = frozenset(
     {
@@ -57,7 +61,7 @@ _SAME_ANSWERS = frozenset(
         "gpu-memory-utilization",
     }
 )
-"""Arguments of vLLM about where it computes, not what."""
+"""Arguments of vLLM for placement, without effect on answers."""
 
 
 @settings
@@ -141,7 +145,7 @@ class EvalConfig(Config):
     """Show progress."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong, apart from the tasks and the model folder."""
+        """Return all problems, except those of the tasks and the model folder."""
         found = []
         if not self.model:
             found.append("model is ''; give a model folder, a name on the hub, or an address")
@@ -199,7 +203,7 @@ class EvalConfig(Config):
             )
 
     def sampling_params(self) -> dict[str, Any]:
-        """Return what is sent with each request."""
+        """Return the parameters of each request."""
         params: dict[str, Any] = {"logprobs": False}
         temperature = self.temperature
         if temperature is None and "temperature" not in self.params:
@@ -218,7 +222,7 @@ class EvalConfig(Config):
         return _FORMER.get(name)
 
     def told(self) -> dict[str, Any]:
-        """Return what the answers depend on, for the JSON; no keys."""
+        """Return the settings with effect on answers, for the JSON; no keys."""
         told = {
             one.name: getattr(self, one.name)
             for one in dataclasses.fields(self)
@@ -248,7 +252,7 @@ _NOT_TOLD = frozenset(
     }
 )
 _FORMER = {"samples": "samples_per_task", "system": "system_prompt", "api_key_env": "key_variable"}
-"""Names that options of the command had, and still take."""
+"""Former names of the command's options, still accepted."""
 
 
 @mistakes_in_lines()
@@ -257,16 +261,16 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a model on tasks; `settings` are the fields of EvalConfig.
 
-    A family without a single grade is named in `EvalResult.failed`, and the others are evaluated
-    all the same, unless the reason is the server. Raises ConfigError, with everything that is
-    wrong, before a server starts; and where no family has a grade, ServerError, GraderError or
-    RolloutError with the commonest reason.
+    A family without any grade is named in `EvalResult.failed`; the others are evaluated all the
+    same, unless the server failed. Raises ConfigError, with all problems, before a server starts.
+    If no family has a grade, raises ServerError, GraderError or RolloutError with the commonest
+    reason.
     """
     return run_evaluation(EvalConfig(model=model, tasks=tasks, **settings))
 
 
 def run_evaluation(config: EvalConfig) -> EvalResult:
-    """Evaluate what a config says; see `evaluate`."""
+    """Evaluate by a config; see `evaluate`."""
     sets = checked_sets(config)
     config = dataclasses.replace(config, model=str(ready_model(config.model) or config.model))
     if config.chat_template is not None:  # the results keep the text
@@ -344,8 +348,8 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
 
 
 def _score(one: "NamedTasks", results: TaskResults) -> str:
-    """Return what counts as right: of tasks that do not say it, a metric by whose name their
-    graders do.
+    """Return the score for right answers: the tasks' own, else a metric of their graders, by
+    name.
     """
     if one.score != "reward":
         return one.score
@@ -356,7 +360,7 @@ def _score(one: "NamedTasks", results: TaskResults) -> str:
 
 
 def _failure(results: TaskResults) -> TtrlError | None:
-    """Return why not a single sample has a grade; None where one has."""
+    """Return the error if no sample has a grade, else None."""
     try:
         results.raise_if_all_failed()
     except TtrlError as error:
@@ -366,7 +370,7 @@ def _failure(results: TaskResults) -> TtrlError | None:
 
 @dataclass(frozen=True)
 class NamedTasks:
-    """One set of tasks that is asked."""
+    """One set of tasks to evaluate."""
 
     name: str
     score: str
@@ -389,7 +393,7 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
     sets: list[NamedTasks] = []
     n = config.n
     if n is not None and n < 1:
-        n = 1  # the rest of the tasks' settings is checked all the same
+        n = 1  # still check the other settings of the tasks
     if isinstance(config.tasks, Mapping):
         sets = [NamedTasks(name, "reward", list(tasks)[:n]) for name, tasks in config.tasks.items()]
         problems += [
@@ -400,7 +404,7 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
             asked = config.tasks.split(",")
         else:
             asked = list(config.tasks)
-        if config.pbar:  # puzzles take a while to be made, data to be loaded
+        if config.pbar:  # puzzles take a while to make, data to load
             logger.info("preparing the tasks: %s", ", ".join(asked))
         sets, found = _named(list(filter(None, (one.strip() for one in asked))), config, n)
         problems += found
@@ -464,8 +468,8 @@ def _named(
 
 
 def _with_system(tasks: Sequence[Task], prompt: str) -> list[Task]:
-    """Return the tasks with a first message; their ids stay. Raises UserError where a task has one
-    of its own.
+    """Return the tasks with a first message; their ids stay. Raises UserError for a task with its
+    own.
     """
     for task in tasks:
         if task.messages[0]["role"] in ("system", "developer"):
@@ -486,13 +490,13 @@ def _pass_at(config: EvalConfig) -> list[int]:
 
 
 def _digest(config: EvalConfig) -> str | None:
-    """Name the weights, for the cache; None for servers elsewhere, which the cache knows by their
-    address.
+    """Return an identity of the weights for the cache. None for servers elsewhere: the cache knows
+    them by their address.
     """
     if config.weights_digest is not None or is_address(config.model):
         return config.weights_digest
     digest = f"{weights_digest(config.model)}/{config.dtype or default_dtype()}"
-    # The context's length cuts replies off; of vLLM's arguments some change what it computes, such
+    # The context's length truncates replies; some of vLLM's arguments change the computation, such
     # as quantization.
     server = {
         "max_model_len": config.max_model_len,
@@ -510,7 +514,7 @@ def _digest(config: EvalConfig) -> str | None:
 
 @contextlib.contextmanager
 def _samples(path: str | os.PathLike[str] | None) -> Any:
-    """Give a list that is written as lines of JSON at the end, also where it ends early; None keeps
+    """Yield a list and write it as JSON lines at the end, even after an error; None writes
     nothing.
     """
     rows: list[dict[str, Any]] = []
@@ -527,9 +531,7 @@ def _samples(path: str | os.PathLike[str] | None) -> Any:
 
 
 def _file_problems(config: EvalConfig) -> list[str]:
-    """Find what would keep the results from being written, before they are sampled. Makes the
-    files' folders.
-    """
+    """Return obstacles to writing the results, before sampling. Makes the files' folders."""
     found = []
     for name, path in (("output", config.output), ("samples_file", config.samples_file)):
         if path is None:

@@ -1,4 +1,4 @@
-"""Tasks as one asks for them on a command line: `gsm8k`, `mmlu=data/mmlu`,
+"""Parse names of tasks from a command line: `gsm8k`, `mmlu=data/mmlu`,
 `reasoning_gym:chain_sum@train`. The families: `ttrl.registries.FAMILIES`.
 """
 
@@ -15,7 +15,7 @@ from ttrl.tasks.reference import load_tasks
 from ttrl.tasks.task import Task
 
 GENERATED_BY_DEFAULT = 200
-"""Tasks of generated families where nobody says how many."""
+"""Default number of tasks of generated families."""
 _HELD_OUT_TASKS = 64
 _TRAINING_TASKS = 1024
 """Tasks of generated families to train on."""
@@ -25,8 +25,9 @@ _GIVEN_ELSEWHERE = ("name", "server", "split", "n", "seed", "path")
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What one asks for: FAMILY[:NAME][@SPLIT][=PATH]. Raises UserError for an unknown family, a
-    name or path that it cannot have."""
+    """A request for tasks: FAMILY[:NAME][@SPLIT][=PATH]. Raises UserError for an unknown family, or
+    a name or path not allowed for it.
+    """
 
     family: str
     split: str
@@ -67,9 +68,7 @@ class TaskSpec:
         return function
 
     def with_option(self, name: str, value: Any) -> "TaskSpec":
-        """Add an argument for the family's function. Raises UserError for one that it does not
-        have.
-        """
+        """Add an argument for the family's function. Raises UserError for an unknown one."""
         parameters = inspect.signature(self.function).parameters
         known = [one for one in parameters if one not in _GIVEN_ELSEWHERE]
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -87,8 +86,8 @@ class TaskSpec:
         return f"{self.family}{name}{split}" + (f"={self.path}" if self.path is not None else "")
 
     def tasks(self, n: int | None, seed: int = 0) -> list[Task]:
-        """Return the tasks: at most `n` where they are loaded (None: all), else exactly `n` (None:
-        GENERATED_BY_DEFAULT).
+        """Return the tasks: of loaded families at most `n` (None: all), of generated ones exactly
+        `n` (None: GENERATED_BY_DEFAULT).
 
         Raises TaskError, and UserError for options of the wrong type.
         """
@@ -99,7 +98,7 @@ class TaskSpec:
             arguments["path"] = path
         count = n
         if path is not None and not family.draws:
-            count = None  # more of a split begin with the same ones
+            count = None  # a larger split begins with the same ones
         elif n is None:
             count = GENERATED_BY_DEFAULT
         named = (self.name,) if family.example else ()
@@ -110,12 +109,12 @@ class TaskSpec:
 
 
 def tasks_named(name: str, split: str, *, seed: int = 0) -> list[Task]:
-    """Return the tasks that a run names: a family as in `TaskSpec.parse`, FILE.py or FILE.py:NAME.
+    """Return a run's tasks: of a family as in `TaskSpec.parse`, of FILE.py or FILE.py:NAME.
 
-    split: "train" or "validation", where the name says no other; a function in a file is given it
-    if it has such an argument. Of a family that is generated, 1,024 tasks to train on and 200 held
-    out; a function in a file is asked for 1,024 and 64, if it has an argument `n`. Raises
-    UserError, TaskError.
+    split: "train" or "validation", unless the name has its own; passed to a file's function with
+        such an argument. A generated family gives 1,024 tasks to train on and 200 held out; a
+        file's function is asked for 1,024 and 64, if it has an argument `n`. Raises UserError,
+        TaskError.
     """
     if name.endswith(".py") or ".py:" in name:
         return load_tasks(

@@ -1,6 +1,6 @@
-"""Describe the layers of the families that transformers' own classes compute.
+"""Describe the layers of the families computed by transformers' own classes.
 
-Sizes, names and defaults are those of transformers' configs and classes, to which
+Sizes, names and defaults are those of transformers' configs and classes, and
 tests/costs/test_families.py compares every one.
 """
 
@@ -29,12 +29,12 @@ FUSED = ("gate_up_proj", "down_proj")
 _LFM2 = ("w1", "w3", "w2")
 
 
-# Which layer is of which kind
+# The kind of each layer
 
 
 def layer_types(values: Values, every: int = 0, others: str = _SLIDING) -> list[str]:
-    """Return each layer's type. every: how often a layer has full attention where config.json does
-    not say; 0: always."""
+    """Return each layer's type. every: the period of full attention if config.json does not say; 0:
+    always."""
     count = values.layers
     given = values.get("layer_types", "layers_block_type")
     if given is not None:
@@ -53,21 +53,21 @@ def window_of(values: Values, kind: str) -> int | None:
 
 
 def _is_sparse(values: Values, number: int) -> bool:
-    """Tell whether a layer of Qwen's has experts."""
+    """Tell whether one of Qwen's layers has experts."""
     if number in values.get("mlp_only_layers", default=()):
         return False
     return not (number + 1) % values.number("decoder_sparse_step", default=1)
 
 
 def _is_behind_dense(values: Values, number: int, first: int) -> bool:
-    """Tell whether a layer has experts where the first ones are dense."""
+    """Tell whether a layer has experts, after dense first layers."""
     given = values.get("mlp_layer_types")
     if given is not None:
         return bool(given[number] == "sparse")
     return number >= values.number("first_k_dense_replace", default=first)
 
 
-# Families whose layers attend
+# Families with attention in every layer
 
 
 _Halves = Callable[[Values, int, str], Layer]
@@ -103,9 +103,9 @@ def attends(
 ) -> _Halves:
     """Return attention with all the norms of its layer.
 
-    count: of norms. bias: the setting that says whether it has any, output_bias of the output's
-    own; biased and output_biased: where config.json does not. every_layer: whether all have the
-    window. more: vectors of H entries.
+    count: of norms. bias: the setting for biases, output_bias for the output's own; biased and
+    output_biased: their defaults. every_layer: whether all have the window. more: vectors of H
+    entries.
     """
 
     def mixer(values: Values, number: int, kind: str) -> Layer:
@@ -148,7 +148,7 @@ def qwen_mixture(values: Values, number: int, kind: str) -> Layer:
 
 
 def with_shared(first: int, shared: int = 1) -> _Halves:
-    """Return the mixture of DeepSeek and others. first: dense layers, shared: such experts, where
+    """Return the mixture of DeepSeek and others. first: dense layers, shared: such experts, if
     config.json does not say."""
 
     def half(values: Values, number: int, kind: str) -> Layer:
@@ -174,7 +174,7 @@ def _ernie_mixture(values: Values, number: int, kind: str) -> Layer:
         return feed_forward(values, values.number("intermediate_size"), bias=bias)
     width = values.number("moe_intermediate_size")
     always = values.number("moe_num_shared_experts", default=2)
-    count = values.number("moe_num_experts")  # a bias that balances, for each
+    count = values.number("moe_num_experts")  # a balancing bias for each
     return (
         experts(values, width)
         + feed_forward(values, always * width, bias=bias)
@@ -211,7 +211,7 @@ def olmo_hybrid(values: Values, number: int, kind: str) -> Layer:
 
 
 def kimi(values: Values) -> Kinds:
-    """Count Kimi Linear, whose published config.json has settings of its own for the recurrence."""
+    """Count Kimi Linear; its published config.json has settings of its own for the recurrence."""
     config = dict(values.config)
     own = values.get("linear_attn_config", default={})
     if own:
@@ -270,7 +270,7 @@ _NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 def nemotron_h(values: Values) -> Kinds:
-    """Count Nemotron-H, where a layer is one of four things."""
+    """Count Nemotron-H: a layer is one of four things."""
     kinds = values.get("layers_block_type", "layer_types")
     if kinds is None:
         kinds = [
@@ -337,7 +337,7 @@ def lfm2_mixture(values: Values, number: int, kind: str) -> Layer:
 
 
 def _per_layer_inputs(values: Values) -> tuple[Layer, Layer, int]:
-    """Return what each layer and the model have for inputs of each layer, and the entries of their
+    """Return each layer's and the model's parts for inputs of each layer, and the entries of their
     table."""
     width = values.get("hidden_size_per_layer_input", default=256)
     if not width:
@@ -433,7 +433,7 @@ def _gemma4_attention(values: Values, kind: str, reused: bool) -> Layer:
 
 
 def _without(part: Layer, names: tuple[str, ...], vectors: int = 0) -> Layer:
-    """Return attention that lacks some of its matrices."""
+    """Return attention without some of its matrices."""
     left = tuple(one for one in part.matrices if one.name not in names)
     return Layer(
         left,
@@ -446,7 +446,7 @@ def _without(part: Layer, names: tuple[str, ...], vectors: int = 0) -> Layer:
 
 
 def _without_keys(part: Layer, head_dim: int) -> Layer:
-    """Return attention that reads the keys and values of a layer before it."""
+    """Return attention on the keys and values of an earlier layer."""
     left = _without(part, ("k_proj", "v_proj"), head_dim)
     return Layer(left.matrices, left.vectors, pair=left.pair, window=left.window, kept=left.kept)
 
@@ -455,7 +455,7 @@ def _without_keys(part: Layer, head_dim: int) -> Layer:
 
 
 def nanochat(values: Values) -> Kinds:
-    """Return nanochat of 2026: the first layer attends to nothing but the token before
+    """Return nanochat of 2026: the first layer attends only to the previous token
     (`ttrl.nanochat.modeling`).
     """
     width = values.width

@@ -1,11 +1,9 @@
 """Count a layer, part by part.
 
 A layer is a sum of parts: attention, a recurrence, a feed-forward half, a mixture of experts. Sizes
-are those of transformers' classes, whose names the matrices have unless ttrl's own decoder computes
-them.
+and matrix names are those of transformers' classes, unless ttrl's own decoder computes them.
 
-Scans are counted as the recurrences that they are, token by token, in multiplications with an
-addition for each head:
+Scans are counted as recurrences, token by token, in multiplications with an addition for each head:
 
     gated delta rule   3·K·V   S k, the update of S, S q; S is [K, V] (arXiv 2412.06464)
     KDA                3·K·V   the same, with a decay for each channel (arXiv 2510.26692)
@@ -34,16 +32,16 @@ class Matrix:
     behind: int
     experts: int = 1
     chosen: int = 1
-    """Experts that a token passes."""
+    """Experts used by a token."""
 
     @property
     def entries(self) -> int:
-        """Count the parameters."""
+        """Count all parameters of the matrix or matrices."""
         return self.before * self.behind * self.experts
 
     @property
     def passed(self) -> int:
-        """Count the parameters that a token is multiplied with."""
+        """Count the parameters multiplied with a token."""
         return self.before * self.behind * self.chosen
 
 
@@ -55,20 +53,20 @@ class Layer:
     vectors: int = 0
     """Entries of norms, biases and convolutions."""
     idle_vectors: int = 0
-    """Of these, those of experts that a token does not pass."""
+    """Of these, those of a token's unused experts."""
     norms: int = 0
     """Norms over the stream."""
     pair: int = 0
     """Multiplications for a pair of query and key, of all heads; 0: it does not attend."""
     window: int | None = None
     cache: int = 0
-    """Numbers that a server keeps for each token."""
+    """A server's numbers for each token."""
     state: int = 0
-    """Numbers that a server keeps for each sequence; 0: there is no recurrence."""
+    """A server's numbers for each sequence; 0: there is no recurrence."""
     scan: int = 0
     """Multiplications of recurrence and convolution for each token."""
     kept: int = 0
-    """Numbers that the backward pass needs for each token, besides the inputs of matrices."""
+    """Numbers for the backward pass for each token, besides the inputs of matrices."""
 
     def __add__(self, other: "Layer") -> "Layer":
         return Layer(
@@ -91,12 +89,12 @@ class Layer:
 
     @property
     def idle(self) -> int:
-        """Count the parameters of experts that a token does not pass."""
+        """Count the parameters of a token's unused experts."""
         return sum(one.entries - one.passed for one in self.matrices) + self.idle_vectors
 
     @property
     def passed(self) -> int:
-        """Count the entries of the matrices that each token passes."""
+        """Count the entries of the matrices each token passes."""
         return sum(one.passed for one in self.matrices)
 
 
@@ -109,11 +107,11 @@ class Kinds:
 
     layers: tuple[Layer, ...]
     outside: Layer = NOTHING
-    """What each token passes besides, embeddings, last norm and head apart."""
+    """Each token's other parameters, embeddings, last norm and head excluded."""
     looked_up: int = 0
     """Entries of further tables of embeddings."""
     norm_vectors: int = 1
-    """What the last norm has: 0, 1 (a weight) or 2 (and a bias)."""
+    """The last norm's vectors: 0, 1 (a weight) or 2 (and a bias)."""
     head_bias: bool = False
 
 
@@ -162,7 +160,7 @@ def attention(
 
 
 def latent_attention(values: Values) -> Layer:
-    """Return attention whose keys and values come from a latent vector (MLA, arXiv 2405.04434). A
+    """Return attention with keys and values from a latent vector (MLA, arXiv 2405.04434). A
     server's cache holds the vector and the keys' part with positions."""
     width = values.width
     heads = values.heads
@@ -197,7 +195,7 @@ def delta_rule(
     values: Values, *, names: tuple[str, str, str] = ("", "", ""), output: str = "out_proj"
 ) -> Layer:
     """Return the gated delta rule of Qwen 3 Next and others. names: of the matrices of queries,
-    keys and values, where they are three."""
+    keys and values, if they are three."""
     width = values.width
     key_heads = values.number("linear_num_key_heads", default=16)
     heads = values.number("linear_num_value_heads", default=32)
@@ -252,8 +250,8 @@ def kimi_delta_attention(values: Values) -> Layer:
 
 
 def _kept_by_delta_rule(heads: int, key_dim: int, dim: int, channels: int) -> int:
-    """Return the numbers that the chunked rule keeps for a token: what goes into the convolution
-    and comes out of it, queries and keys normed and multiplied, values, and a chunk's scores."""
+    """Return the chunked rule's numbers for a token: inputs and outputs of the convolution, queries
+    and keys normed and multiplied, values, and a chunk's scores."""
     return 2 * channels + heads * (8 * key_dim + 6 * dim + 8 * _CHUNK)
 
 
@@ -338,8 +336,8 @@ def experts(
     bias: bool = False,
     outer: int | None = None,
 ) -> Layer:
-    """Return a mixture of experts and its router. width: an expert's inner one. outer: what goes
-    into an expert, unless it is the stream."""
+    """Return a mixture of experts and its router. width: an expert's inner one. outer: an expert's
+    input width, unless it is the stream's."""
     stream = values.width
     outer = outer or values.width
     count = values.number(*EXPERTS)

@@ -1,8 +1,8 @@
-"""Describe a dense family to ttrl's own decoder: what a model_type means beyond the numbers in its
+"""Describe a dense family to ttrl's own decoder: a model_type's meaning beyond the numbers in its
 config.json.
 
-Parameters go by two names: theirs (Hugging Face) and ours (torchtune's, so that its tools find
-them). "{}" stands for the layer.
+Parameters go by two names: theirs (Hugging Face) and ours (torchtune's, for its tools). "{}" stands
+for the layer.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ Names = Mapping[str, str | tuple[str, ...]]
 
 
 def _names(*, gated: bool = True) -> dict[str, str | tuple[str, ...]]:
-    """Return the names that nearly all families share: embeddings, head, q/k/v and, if gated,
-    feed-forward layers.
+    """Return the names of nearly all families: embeddings, head, q/k/v and, if gated, feed-forward
+    layers.
     """
     attention = {
         f"model.layers.{{}}.self_attn.{part}_proj.{kind}": f"layers.{{}}.attn.{part}_proj.{kind}"
@@ -127,13 +127,13 @@ NANOCHAT: Names = {
 
 @dataclass(frozen=True)
 class OwnDecoder:
-    """The traits of a family. A string in the place of a bool is the field of config.json that
-    decides.
+    """The traits of a family. A string instead of a bool names the deciding field of
+    config.json.
     """
 
     names: Names
     norm: Literal["rms", "rms_plus_one", "rms_bare", "layer"] = "rms"
-    """RMSNorm; RMSNorm whose weight is an offset from 1; RMSNorm without a weight; LayerNorm."""
+    """RMSNorm; RMSNorm with its weight as an offset from 1; RMSNorm without a weight; LayerNorm."""
     norm_eps: str = "rms_norm_eps"
     qk_norm: bool | str = False
     """A norm over each head's query and key, before RoPE; a bare one comes after it."""
@@ -160,28 +160,28 @@ class OwnDecoder:
     dimension of a head.
     """
     soft_caps: tuple[str, ...] = ()
-    """Which of the config's SOFT_CAPS the family has."""
+    """The family's subset of the config's SOFT_CAPS."""
     fixed: Mapping[str, bool] = field(default_factory=dict)
-    """Fields of config.json with the one value that ttrl and vLLM compute."""
+    """Fields of config.json with the one value supported by ttrl and vLLM."""
     transposed: tuple[str, ...] = ()
-    """Modules whose matrices are stored as [in, out], and fused ones side by side."""
+    """Modules with matrices stored as [in, out], and fused ones side by side."""
     prefix: str = ""
-    """What older files leave out at the beginning of names."""
+    """The beginning of names missing in older files."""
     tied_head_in_files: bool = True
-    """Checkpoints with tied embeddings hold them again, as lm_head.weight, which most of vLLM's
-    classes need when they reload in place on CPU, and transformers accepts; vLLM's Gemma 2 refuses
-    it, and GPT-2 does without.
+    """Checkpoints with tied embeddings hold them again, as lm_head.weight: most of vLLM's classes
+    need it to reload in place on CPU, and transformers accepts it; vLLM's Gemma 2 refuses it, and
+    GPT-2 does without.
     """
     windows: Literal["none", "every_layer", "by_layer_types"] = "none"
-    """Which layers the config's sliding_window applies to."""
+    """The layers under the config's sliding_window."""
     slides: Callable[[Values, int], bool] = lambda values, number: True
     """Tells whether the layer of a number has the window in older files, without layer_types."""
     inner_widths: int | None = None
-    """The feed-forward width in widths of the stream, where config.json does not say."""
+    """The feed-forward width in widths of the stream, if config.json does not say."""
 
     @property
     def norm_vectors(self) -> int:
-        """Return what a norm has: 0, 1 (a weight) or 2 (and a bias)."""
+        """Return a norm's vectors: 0, 1 (a weight) or 2 (and a bias)."""
         return {"rms_bare": 0, "layer": 2}.get(self.norm, 1)
 
     @property

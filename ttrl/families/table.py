@@ -1,7 +1,7 @@
 """List the model families: one entry for each model_type.
 
-An entry says how the layers are made, who computes them and what is special about its files and
-about vLLM. Adding a family is an entry here and its line in tools/check_models.py.
+An entry holds the construction of the layers, their code, and the peculiarities of its files and of
+vLLM. Adding a family is an entry here and its line in tools/check_models.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,11 +60,11 @@ class Family:
     """An entry of the table."""
 
     layers: Callable[[Values], Kinds]
-    """Describes each layer of a config.json. Raises ModelFolderError where it lacks a number."""
+    """Describes each layer of a config.json. Raises ModelFolderError for a missing number."""
     own: OwnDecoder | None = None
     """For ttrl's own decoder; None: transformers' class is trained."""
     tied: bool = False
-    """Whether the head is the embeddings' matrix where config.json does not say."""
+    """Whether the head is the embeddings' matrix if config.json does not say."""
     vllm_adapters: bool = True
     """Whether vLLM serves adapters."""
 
@@ -220,14 +220,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 OWN_DECODERS = {name: family.own for name, family in FAMILIES.items() if family.own is not None}
-"""The traits of the families that ttrl's own decoder computes."""
+"""The traits of the families computed by ttrl's own decoder."""
 UNKNOWN = _own(
     LLAMA,
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     windows="by_layer_types",
 )
-"""What a model_type without an entry is taken for: a plain dense decoder."""
+"""The stand-in for a model_type without an entry: a plain dense decoder."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -237,8 +237,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 @dataclass(frozen=True)
 class Composite:
-    """A model with more than text, of which only the text part (a family of its own) is trained;
-    checkpoints keep the rest.
+    """A model with more than text: only the text part (a family of its own) is trained; checkpoints
+    keep the rest.
     """
 
     layouts: tuple[Mapping[str, str], ...]
@@ -246,7 +246,7 @@ class Composite:
     transformers write them.
     """
     frozen: tuple[str, ...]
-    """What the names of all other parameters begin with."""
+    """The beginning of all other parameters' names."""
 
 
 COMPOSITES = {

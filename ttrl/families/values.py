@@ -1,4 +1,4 @@
-"""Read the numbers in a config.json, whatever the family calls them."""
+"""Read the numbers in a config.json under any family's names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from ttrl.errors import ModelFolderError
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""How models name the number of their experts."""
+"""Names for the number of experts."""
 _OLDER_NAMES = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -37,18 +37,18 @@ class Values:
         self.config = config
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first value that is there; one that is null is not."""
+        """Return the first value present; null counts as absent."""
         found = (self.config[name] for name in names if self.config.get(name) is not None)
         return next(found, default)
 
     def says(self, trait: bool | str) -> bool:
-        """Return a trait, or what the setting of this name says of it."""
+        """Return a trait, or the value of the setting it names."""
         if isinstance(trait, str):
             return bool(self.get(trait))
         return trait
 
     def number(self, *names: str, default: int | None = None, least: int = 0) -> int:
-        """Return a whole number. Raises ModelFolderError where there is none."""
+        """Return a whole number. Raises ModelFolderError if there is none."""
         value = self.get(*names, default=default)
         if isinstance(value, list | tuple) and value and len(set(value)) == 1:
             value = value[0]  # one for each layer, all alike

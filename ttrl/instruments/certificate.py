@@ -1,11 +1,12 @@
-"""Prove on this machine's hardware what training rests on: `python -m
-ttrl.instruments.certificate`, for `ttrl doctor --certify`.
+"""Prove the foundations of training on this machine's hardware, for `ttrl doctor --certify`.
 
-Every part is judged by another way to the same numbers: attention and head by float64, whole steps
-in each setting by the plain step in fp32 on the CPU, parked weights and what servers take by their
-bits. Printed is one JSON object a line for each case, as it is done; a case that raises is a failed
-one, and the others go on. What a machine lacks is left out, and said. Never run to its end on a GPU
-yet.
+Command: `python -m ttrl.instruments.certificate`.
+
+Every part is compared with another way to the same numbers: attention and head with float64, whole
+steps in each setting with the plain step in fp32 on the CPU, parked weights and the servers'
+weights bit for bit. Each finished case is printed as one line of JSON; a case with an exception has
+failed, and the others continue. Cases beyond the machine's hardware are left out, with a note.
+Never run to its end on a GPU yet.
 
 Shapes: B rows, T tokens, H query heads, K key/value heads, E dimension of a head, N positions, D
 width, V vocabulary.
@@ -46,24 +47,22 @@ HEADS = 4
 KV_HEADS = 2
 HEAD_DIMS = (64, 80, 96, 128, 256)
 WORSE_THAN_PLAIN = 4.0
-"""Largest error that is accepted, as a multiple of what PyTorch's own way in the same dtype has
+"""Largest accepted error, as a multiple of the error of PyTorch's own way in the same dtype,
 against float64.
 """
-# An error that small is none, whatever the other way's.
+# Errors this small count as none, regardless of the other way's.
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 LARGEST = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Errors above this share of the largest value are wrong, however PyTorch's own way does."""
+"""Errors above this share of the largest value are wrong, regardless of PyTorch's own."""
 SGD_LIMITS = {"fp32": 1e-4, "bf16": 0.05}
-"""‖Δ - Δ₀‖ / ‖Δ₀‖ of a step W ← W - g, which is the gradient."""
+"""‖Δ - Δ₀‖ / ‖Δ₀‖ of a step W ← W - g, the gradient itself."""
 ADAMW_LIMITS = {"adamw": 1e-3, "adamw_8bit": 0.1}
 """The same after two steps of AdamW."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that was tried. passed: None where it was left out, for the reason that `found`
-    says.
-    """
+    """Hold one trial. passed: None if left out, for the reason in `found`."""
 
     part: str
     case: str
@@ -73,7 +72,7 @@ class Case:
 
 
 Trial = tuple[str, str, Callable[[], tuple[bool | None, str]]]
-"""(part, case, what tries it and returns whether it passed and what was found)."""
+"""(part, case, function returning (passed, found))."""
 
 
 def certify(device: torch.device) -> Iterator[Case]:
@@ -148,8 +147,9 @@ def _judge(ours: list[Tensor], plain: list[Tensor], exact: list[Tensor]) -> tupl
 
 
 def _attention(device: torch.device) -> Iterator[Trial]:
-    """Attention over packed rows and its gradients, in ragged lengths, against float64, and its
-    speed beside PyTorch's with a mask."""
+    """Test attention over packed rows and its gradients, in ragged lengths, against float64;
+    compare its speed with PyTorch's under a mask.
+    """
     on_cpu = device.type == "cpu"
     for dtype in (torch.float32, torch.bfloat16):
         for E in HEAD_DIMS:
@@ -197,7 +197,7 @@ def _try_attention(
         plan = attention_plan(group_ids, parent_ids, input_pos, of)
         _wait(device)
         began = time.perf_counter()
-        out = way(*inputs, plan).where(real, 0.0)  # what stands at padding is of no use
+        out = way(*inputs, plan).where(real, 0.0)  # values at padding are of no use
         out.backward(weight.to(of))
         _wait(device)
         gradients = [x.grad for x in inputs]
@@ -216,7 +216,7 @@ def _try_attention(
 
 
 def _heads(device: torch.device) -> Iterator[Trial]:
-    """Log-probabilities, entropies and the gradients of a loss, against float64 with whole
+    """Test log-probabilities, entropies and the gradients of a loss, against float64 with whole
     logits.
     """
     for dtype in (torch.float32, torch.bfloat16):
@@ -253,7 +253,7 @@ def _try_head(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
 
 
 def _steps(device: torch.device, model: Path) -> Iterator[Trial]:
-    """Optimizer steps of a small model in each setting, against plain ones in fp32 on the CPU."""
+    """Test a small model's optimizer steps in each setting, against plain fp32 steps on the CPU."""
     truth: dict[str, dict[str, Tensor]] = {}
 
     def try_steps(optimizer: str, limit: float, settings: dict[str, object]) -> tuple[bool, str]:
@@ -315,8 +315,8 @@ def _left_out() -> tuple[None, str]:
 def _stepped(
     model: Path, device: torch.device, optimizer: str, settings: dict[str, object]
 ) -> dict[str, Tensor]:
-    """Return by how much one step of SGD, or two of AdamW, move each weight, on the CPU."""
-    # A large eps: signs of gradients that are nearly zero are noise, and would be the step.
+    """Return each weight's change on the CPU after one step of SGD, or two of AdamW."""
+    # A large eps: signs of nearly zero gradients are noise, and would be the step.
     values = {
         "optimizer": optimizer,
         "lr": 1.0 if optimizer == "sgd" else 1e-3,
@@ -355,8 +355,8 @@ def _differences(
 
 
 def _parking(device: torch.device, model: Path) -> Iterator[Trial]:
-    """What is moved to the CPU's memory while the servers sample, and back, and what they take out
-    of that.
+    """Test the moves to the CPU's memory while servers sample, and back, and the servers' reads
+    from it.
     """
     yield "parking", "parameters and moments, there and back", partial(_try_parking, device, model)
     yield "parking", "weights held out to servers", partial(_try_holding_out, device)

@@ -1,14 +1,14 @@
-"""Entropy of whole sequences: estimates, their errors, and one function whose derivatives are all
-right.
+"""Estimate the entropy of whole sequences with errors, by one function with correct derivatives of
+every order.
 
 A policy draws y = y_1 … y_T, by log π(y) = Σ_k log π(y_k | y_<k). Its entropy H = -E[log π(y)] has
 two unbiased estimates from a sample,
 
     plain             -log π(y) = Σ_k -log π(y_k | y_<k)
-    Rao-Blackwellised  Σ_k H_k(y_<k),  H_k(y_<k) = -Σ_v π(v | y_<k) log π(v | y_<k),
+    Rao-Blackwellised  Σ_k H_k(y_<k),  H_k(y_<k) = -Σ_v π(v | y_<k) log π(v | y_<k).
 
-which is the first with each term replaced by its expectation given what precedes it, and usually
-has a far smaller variance.
+The second replaces each term of the first by its expectation given the prefix, and usually has a
+far smaller variance.
 
 **Gradient.** The tokens before k are drawn from π as well, so the gradient of H has a term for
 them:
@@ -16,19 +16,19 @@ them:
     ∇H = E[ Σ_k ∇H_k + Σ_k H_k(y_<k) ∇log π(y_<k) ]
        = E[ Σ_k ∇H_k + Σ_j ∇log π(y_j | y_<j) · Σ_{k>j} H_k ].                               (1)
 
-An entropy bonus on single tokens has the first term alone. Both come from one function. With
-samples from a policy π₀,
+An entropy bonus on single tokens has the first term only. Both come from one function. With samples
+from a policy π₀,
 
     J(θ) = Σ_k w_k(θ) · H_k(θ),   w_k = π_θ(y_<k) / π₀(y_<k),                                (2)
 
 has E J(θ) = H(θ) for every θ, so its derivatives of any order are unbiased estimates of those of H;
-at π_θ = π₀, where w_k = 1 and ∇w_k = ∇log π(y_<k), the first is (1). Only the prefix is weighed:
-later tokens are not needed for H_k.
+at π_θ = π₀, with w_k = 1 and ∇w_k = ∇log π(y_<k), the first is (1). Only the prefix is weighted:
+H_k does not need later tokens.
 
 **Baseline.** E[w_{j+1}(θ)] = 1 for every j and θ. So J - Σ_j b_j·(w_{j+1} - w_j) is unbiased too,
-for numbers b_j that do not depend on the sample, and puts R_j - b_j in the place of R_j = Σ_{k>j}
-H_k in (1). `others_mean` takes the mean of R_j over the other samples (a U-statistic), which
-follows how much is left to write.
+for numbers b_j independent of the sample, and puts R_j - b_j in the place of R_j = Σ_{k>j} H_k in
+(1). `others_mean` takes the mean of R_j over the other samples (a U-statistic); it follows the
+remaining length.
 
 Shapes: N labels in row-major order, S sequences, T labels of the longest.
 """
@@ -41,15 +41,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean and its standard error; NaN for a single cluster."""
+    """Hold a mean and its standard error; NaN for a single cluster."""
 
     value: float
     error: float
 
 
 def by_sequence(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Arrange values of labels by sample: [S, T], 0 behind the end, and where they are, bool [S,
-    T]. The samples come in the order of their numbers, each with its labels in their order. The
+    """Arrange values of labels by sample: [S, T], 0 behind the end, and a mask of real values, bool
+    [S, T]. The samples come in the order of their numbers, each with its labels in their order. The
     gradient flows through.
     """
     _, sample_N, counts_S = torch.unique(samples_N, return_inverse=True, return_counts=True)
@@ -66,22 +66,23 @@ def by_sequence(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor]:
 
 def entropy_estimates(logprobs_ST: Tensor, entropies_ST: Tensor) -> tuple[Tensor, Tensor]:
     """Return the plain and the Rao-Blackwellised estimate of each sequence [S], in nats; both
-    arguments 0 behind the end.
+    arguments are 0 behind the end.
     """
     return -logprobs_ST.sum(dim=1), entropies_ST.sum(dim=1)
 
 
 def entropy_by_position(entropies_ST: Tensor, times_S: Tensor) -> list[float]:
-    """Return E[H_k] for each place k [T], in nats, 0 for what has ended before; their sum is the
-    Rao-Blackwellised estimate. times: how often each sequence was drawn."""
+    """Return E[H_k] for each place k [T], in nats, with 0 for sequences already ended; their sum is
+    the Rao-Blackwellised estimate. times: number of draws of each sequence.
+    """
     weights_S = times_S.double() / times_S.sum()
     return [float(value) for value in weights_S @ entropies_ST.detach().double()]
 
 
 def mean_over(values_S: Tensor, clusters_S: Tensor | None = None) -> Mean:
     """Return the mean over sequences and its standard error. clusters: numbers, equal for sequences
-    that were not drawn independently, such as those of one prompt; the error is then that of a mean
-    of clusters, which may have any sizes.
+    not drawn independently, such as those of one prompt; the error is then for a mean of clusters
+    of any sizes.
     """
     values = values_S.detach().double()
     mean = values.mean()
@@ -104,8 +105,9 @@ def importance_entropy(
     baseline_ST: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return J - Σ_j b_j·(w_{j+1} - w_j) of each sequence [S], by (2), and log w [S].
-    start_logprobs: under the policy that drew the sequences, without gradient; all 0 behind the
-        end. baseline: b_j, such as `others_mean`.
+
+    start_logprobs: under the sampling policy, without gradient; all 0 behind the end. baseline:
+    b_j, such as `others_mean`.
     """
     ratio_ST = logprobs_ST - start_logprobs_ST
     prefix_ST = torch.cumsum(ratio_ST, dim=1) - ratio_ST
@@ -116,9 +118,9 @@ def importance_entropy(
 
 
 def others_mean(entropies_ST: Tensor, times_S: Tensor | None = None) -> Tensor:
-    """Return for each place of a sequence the mean over all other sequences of the entropy that
-    follows it there [S, T], without gradient; 0 where there is no other. times: how often each was
-    drawn; None: once.
+    """Return for each place of a sequence the mean of the remaining entropy there over all other
+    sequences [S, T], without gradient; 0 without others. times: number of draws of each; None:
+    once.
     """
     entropies = entropies_ST.detach()
     following = entropies.flip(1).cumsum(1).flip(1) - entropies

@@ -1,5 +1,4 @@
-"""Answers of a pack on which the entropy of a policy is measured, under any parameters, without
-sampling again.
+"""Measure a policy's entropy on answers of a pack, under any parameters, without sampling again.
 
 Shapes: S sequences of the batch, T labels of the longest of a microbatch.
 """
@@ -53,8 +52,9 @@ def halves(packed: PackedTensors, generator: torch.Generator) -> tuple[list[int]
 def draw(
     packed: PackedTensors, among: Sequence[int], count: int, generator: torch.Generator
 ) -> Counter[int]:
-    """Draw `count` samples: tasks uniformly with replacement, one of the samples in `among` of
-    each. Returns how often each was drawn."""
+    """Draw `count` samples: tasks uniformly with replacement, and one sample in `among` of each.
+    Returns the number of draws of each sample.
+    """
     tasks: dict[str, list[int]] = {}
     for number in among:
         tasks.setdefault(packed.samples[number].task_id, []).append(number)
@@ -72,7 +72,7 @@ def draw(
 
 
 def only(packed: PackedTensors, samples: Sequence[int]) -> PackedTensors:
-    """Return the pack with the labels of these samples alone, by their numbers in the table."""
+    """Return the pack with only the labels of these samples, by their numbers in the table."""
     others = ~torch.isin(packed.sample_ids, torch.tensor(list(samples), dtype=torch.int64))
     changed = {"labels": IGNORE_LABEL, "weights": 0.0, "advantages": 0.0}
     return dataclasses.replace(
@@ -82,8 +82,8 @@ def only(packed: PackedTensors, samples: Sequence[int]) -> PackedTensors:
 
 
 class EntropyBatch:
-    """Drawn answers, on which the entropy is measured under any parameters. `times`: by number in
-    the pack's table.
+    """Measure the entropy on drawn answers under any parameters. `times`: by number in the pack's
+    table.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EntropyBatch:
         self._batches = list(step.microbatches(config, here.device))
         drawn = sample_keys([packed.samples[number] for number in times])
         counted = dict(zip(map(tuple, drawn.tolist()), times.values(), strict=True))
-        # Of the samples that have labels, in the order of `by_sequence`.
+        # Of the samples with labels, in the order of `by_sequence`.
         owned = [
             (one["sample_keys"], torch.unique(one["sample_ids"].flatten()[one["trained"]]))
             for one in self._batches
@@ -188,7 +188,8 @@ def _standing_at(
     values: Mapping[str, Tensor],
 ) -> Iterator[None]:
     """Let parameters hold other values inside the block. Unlike `functional_call`, this covers the
-    backward pass, in which checkpointed layers are computed again."""
+    backward pass and its recomputation of checkpointed layers.
+    """
     before = {name: owners[name].data for name in values}
     for name, value in values.items():
         owners[name].data = value

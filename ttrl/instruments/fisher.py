@@ -1,5 +1,5 @@
-"""How the update of one token moves the log-probability of another: the empirical Fisher kernel
-between tokens, or sequences.
+"""Measure the effect of one token's update on another's log-probability: the empirical Fisher
+kernel between tokens, or sequences.
 
 With g_t = ∇log π(t) the gradient of a token's log-probability, and a diagonal preconditioner P (the
 identity for SGD; 1/(√v̂ + ε) for AdamW, v̂ taken as given),
@@ -10,14 +10,14 @@ A step θ ← θ + η·P·Σ_t' A(t')·g_t' moves log-probabilities by
 
     δ log π(t) = η Σ_t' K(t, t')·A(t') + O(η²).                                                  (1)
 
-The entropy -E[log π] of the distributions that the tokens were drawn from, at given prefixes, has
-the gradient -E[(log π(t) - b) g_t] for any b that does not depend on the token, as E[g_t] = 0. So
+The entropy -E[log π] of the tokens' distributions, at given prefixes, has the gradient -E[(log π(t)
+- b) g_t] for any b independent of the token, as E[g_t] = 0. So
 
-    δH = -η Σ_t,t' E[(log π(t) - b)·K(t, t')·A(t')]                                              (2)
+    δH = -η Σ_t,t' E[(log π(t) - b)·K(t, t')·A(t')].                                             (2)
 
-of which the terms t = t' are what a token does to itself: the covariance of log π and A (arXiv
-2505.22617), weighted with |g_t|²; the others are what tokens do to each other. Sums over the tokens
-of sequences give the kernel of those.
+The terms t = t' are a token's effect on itself: the covariance of log π and A (arXiv 2505.22617),
+weighted with |g_t|²; the others are the effects between tokens. Sums over the tokens of sequences
+give the kernel of those.
 
 K is a Gram matrix, so a random projection S with E[SᵀS] = 1 keeps it: (S√P g_t)·(S√P g_t').
 `Projection` is a count sketch: each parameter is added, with a random sign, to one of r sums; the
@@ -37,7 +37,7 @@ from torch import Tensor
 
 
 class Projection:
-    """A count sketch of vectors over named parameters: `projection(vector)` is [r]."""
+    """Sketch vectors over named parameters by a count sketch: `projection(vector)` is [r]."""
 
     def __init__(self, parameters: Mapping[str, Tensor], size: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -97,7 +97,7 @@ def fisher_kernel(gradients: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EntropyChange:
-    """δH by (2), per unit of η, as a mean over tokens."""
+    """Hold δH by (2), per unit of η, as a mean over tokens."""
 
     own: float
     """t = t'."""
@@ -112,9 +112,8 @@ class EntropyChange:
 def entropy_change(
     kernel: Tensor, logprobs: Tensor, advantages: Tensor, baseline: float | None = None
 ) -> EntropyChange:
-    """Split what a step does to the entropy of the tokens' distributions. logprobs, advantages:
-    [N]. baseline: b; None: the mean log-probability of the others, so that it does not depend on
-    the token.
+    """Split a step's effect on the entropy of the tokens' distributions. logprobs, advantages: [N].
+    baseline: b; None: the mean log-probability of the others, for independence of the token.
     """
     logprobs = logprobs.detach().double()
     advantages = advantages.double()

@@ -1,14 +1,14 @@
-"""How much of a step's gradient is noise, where the noise comes from, and which batch follows from
-it. Plain Python, no torch.
+"""Estimate the noise in a step's gradient, its sources, and the batch size it suggests. Plain
+Python, no torch.
 
-A step's gradient g is a mean over B examples that were drawn, so E[g] = G and tr Cov(g) = S/B, and
+A step's gradient g is a mean over B drawn examples, so E[g] = G and tr Cov(g) = S/B, and
 
     E|g|² = |G|² + S/B.                                                                          (1)
 
-The gradient noise scale S/|G|² is the batch at which noise and signal are equal ("An empirical
-model of large-batch training", arXiv 1812.06162): far below it, twice the batch is worth twice the
-steps; far above it, nothing. No gradient is computed for it: g = Σ h_j is a sum of pieces anyway,
-one for each microbatch and rank, whose norms are read as they pass by.
+The gradient noise scale S/|G|² is the batch with equal noise and signal ("An empirical model of
+large-batch training", arXiv 1812.06162): far below it, twice the batch is worth twice the steps;
+far above it, nothing. It needs no extra gradient: g = Σ h_j is a sum of pieces anyway, one for each
+microbatch and rank, and their norms are read in passing.
 
 **From pieces** (`noise_of_pieces`). Let piece j have the share f_j of the examples. Independent
 pieces have E h_j = f_j·G and tr Cov(h_j) = f_j·n with n = tr Cov(g) = S/B. So, with F = Σ f_j²,
@@ -16,60 +16,58 @@ pieces have E h_j = f_j·G and tr Cov(h_j) = f_j·n with n = tr Cov(g) = S/B. So
     E Σ|h_j|² = F·|G|² + n,     E|g|² = |G|² + n    ⇒
     n = (Σ|h_j|² - F|g|²) / (1 - F),   |G|² = |g|² - n.                                      (2)
 
-For J equal pieces, F = 1/J and |g_b|² = J·Σ|h_j|² on average, and this is S = (|g_b|² -
-|g_B|²)/(1/b - 1/B),
-|G|² = (B|g_B|² - b|g_b|²)/(B - b), with b = B/J.
+For J equal pieces, F = 1/J and |g_b|² = J·Σ|h_j|² on average, and this is, with b = B/J,
+
+    S = (|g_b|² - |g_B|²)/(1/b - 1/B),   |G|² = (B|g_B|² - b|g_b|²)/(B - b).
 
 **Between prompts, between samples** (`nested_noise`). Sample s of prompt p contributes x_ps = G +
 u_p + e_ps to the mean over K samples, with tr Cov(u) = P and tr Cov(e) = E. With c_p samples of
 prompt p, a = Σ c_p²/K²,
 
-    n = a·P + E/K,     which is P/N + E/(N·M) for N prompts with M samples each.
-                       (3)
+    n = a·P + E/K,     or P/N + E/(N·M) for N prompts with M samples each.                       (3)
 
-That is the analysis of variance of a nested design with unequal groups: with m_p the mean of a
+This is the analysis of variance of a nested design with unequal groups: with m_p the mean of a
 prompt and m of all,
 
-    E Σ_ps |x_ps - m_p|²   = (K - N)·E
-                           (4)
-    E Σ_p c_p |m_p - m|²   = (N - 1)·E + (K - K·a)·P
-                           (5)
+    E Σ_ps |x_ps - m_p|²   = (K - N)·E                                                           (4)
+    E Σ_p c_p |m_p - m|²   = (N - 1)·E + (K - K·a)·P                                             (5)
 
 (5): Cov(m_p) = P + E/c_p, Cov(m) = a·P + E/K, Cov(m_p, m) = (c_p·P + E)/K, summed with weights c_p.
 Advantages r - mean(r) of a group make its x_ps depend on each other a little; both sides change by
 the same factor 1 - 1/M, to first order.
 
-**Advantages divided by the group's standard deviation** depend on each other more: whatever the
-rewards, their squares have the same sum, so the mean m_p varies less than the scatter of its
-samples says (simulated: E is 1.5 times too large). What it varies by is told by leaving out one
-sample after the other, which divides the rest by another deviation σ_s (the jackknife: Efron and
-Stein 1981, "The jackknife estimate of variance"; the mean's own change is left out, as E ∇log π =
-0). With pseudo-values
+**Advantages divided by the group's standard deviation** depend on each other more: for any rewards,
+their squares have the same sum, so the mean m_p varies less than the scatter of its samples
+suggests (simulated: E is 1.5 times too large). Its true variation shows by leaving out one sample
+after the other; this divides the rest by another deviation σ_s (the jackknife: Efron and Stein
+1981, "The jackknife estimate of variance"; the mean's own change is left out, as E ∇log π = 0).
+Take the pseudo-values
 
-    d_ps = σ/σ_s · (c_p·m_p - x_ps),                                                         (6)
+    d_ps = σ/σ_s · (c_p·m_p - x_ps).                                                         (6)
 
-    where Σ_ps |d_ps - d_p|² takes the place of (4), and is (4) where σ_s = σ.
+Σ_ps |d_ps - d_p|² takes the place of (4), and is (4) for σ_s = σ.
 
 σ/σ_s is 2 at most: beyond, one sample has most of the group's variance, and leaving it out says
 nothing of small changes.
 
 **Rewards of two values**, such as right and wrong (`within_of_two`): a few right answers have much
-of the weight, and are alike, often the same text, which neither (4) nor (6) sees. With k right ones
-among c, q = k/c, and γ_1 and γ_0 the means of ∇log π over the right and over the wrong ones, m_p =
-f(q)·(γ_1 - γ_0), where f(q) = √(q(1-q)), or q(1-q) for r - mean(r). It varies by the scatter within
-both classes, and by the luck of k, which is binomial; groups without a signal have f = 0, and are
-not there to be looked at, so that those with one stand for them:
+of the weight, and are similar, often the same text. Neither (4) nor (6) sees this. With k right
+ones among c, q = k/c, and γ_1 and γ_0 the means of ∇log π over the right and over the wrong ones,
+m_p = f(q)·(γ_1 - γ_0), with f(q) = √(q(1-q)), or q(1-q) for r - mean(r). It varies by the scatter
+within both classes, and by the luck of k, a binomial number; groups without a signal have f = 0 and
+are missing, so groups with a signal represent them:
 
-    Var(m_p) = Σ_i (n_i/c)² tr Cov(x | class i)/n_i + Var f(k/c) / (P(0 < k < c)·f(q)²) · |E m_p|².
-    (7)
+    Var(m_p) = Σ_i (n_i/c)² tr Cov(x | class i)/n_i
+               + Var f(k/c) / (P(0 < k < c)·f(q)²) · |E m_p|².                                   (7)
 
-Of a class with one member nothing is known but its length; its scatter is taken to be the share of
-it that it is in the other groups. In simulated groups of 8 and 16 with all kinds of chances, (4)
-gives 1.0 to 1.6 times the truth, (6) 1.0 to 1.3, and (7) 0.8 to 1.1, mostly 0.97 to 1.02.
+A class with one member has a known length, but no scatter of its own; it is assumed to have the
+same ratio of scatter to length as in the other groups. In simulated groups of 8 and 16 with all
+kinds of chances, (4) gives 1.0 to 1.6 times the truth, (6) 1.0 to 1.3, and (7) 0.8 to 1.1, mostly
+0.97 to 1.02.
 
-**Split groups.** Where a prompt's samples lie in several pieces, these are not independent. By (3),
+**Split groups.** If a prompt's samples lie in several pieces, these are not independent. By (3),
 with A = Σ_j Σ_p c_jp²/K², E Σ|h_j|² = F|G|² + A·P + E/K, and (2) finds (A - F·a)/(1 - F)·P + E/K in
-the place of n. `unsplit` takes that back.
+the place of n. `unsplit` corrects this.
 """
 
 import functools
@@ -83,7 +81,7 @@ from ttrl.facts import NestedNoise, StepNoise
 
 @dataclass(frozen=True)
 class Noise:
-    """Estimates of one step, each unbiased, so that the signal may come out below 0: average before
+    """Hold estimates of one step, each unbiased, so the signal may come out below 0: average before
     dividing.
     """
 
@@ -96,8 +94,8 @@ class Noise:
 def noise_of_pieces(
     squares: Sequence[float], shares: Sequence[float], whole: float
 ) -> Noise | None:
-    """Solve (2). squares: |h_j|² of each piece; shares: f_j, which sum to 1; whole: |g|². None for
-    a single piece.
+    """Solve (2). squares: |h_j|² of each piece; shares: f_j, with sum 1; whole: |g|². None for a
+    single piece.
     """
     together = math.fsum(share * share for share in shares)
     if 1 - together < 1e-9:
@@ -110,8 +108,7 @@ def nested_noise(
     counts: Sequence[int], within: float, between: float, whole: float
 ) -> NestedNoise | None:
     """Solve (4) and (5). counts: c_p; within: Σ_ps |x_ps - m_p|²; between: Σ_p c_p |m_p - m|²;
-    whole: |m|². None where a single prompt, or no prompt with two samples, leaves one of them
-        unknown.
+    whole: |m|². None if a single prompt, or no prompt with two samples, leaves one of them unknown.
     """
     groups = len(counts)
     total = sum(counts)
@@ -125,7 +122,7 @@ def nested_noise(
 
 @dataclass(frozen=True)
 class Alike:
-    """The samples of a prompt that have the same reward."""
+    """Describe the samples of a prompt with the same reward."""
 
     count: float
     squares: float
@@ -142,9 +139,10 @@ class Alike:
 
 
 def within_of_two(groups: Sequence[tuple[Alike, Alike, float]], unit: bool) -> float | None:
-    """Estimate by (7) what (4) is in `nested_noise`. groups: of each prompt the samples with the
-    higher and those with the lower reward, of which there may be none, and |m_p|². unit: advantages
-    are divided by the group's standard deviation. None where no two samples are alike."""
+    """Estimate by (7) the value of (4) in `nested_noise`. groups: for each prompt the samples with
+    the higher and those with the lower reward, possibly none, and |m_p|². unit: advantages are
+    divided by the group's standard deviation. None if no two samples are alike.
+    """
     shares: list[float | None] = []
     for side in range(2):
         members = [group[:2][side] for group in groups]
@@ -184,8 +182,8 @@ def _luck(right: int, count: int, unit: bool) -> float:
 
 
 def unsplit(found: Noise, nested: NestedNoise, shares: Sequence[float], split: float) -> Noise:
-    """Correct what `noise_of_pieces` found where prompts lie in several pieces. split: A/a, 1 where
-    none does.
+    """Correct the result of `noise_of_pieces` for prompts in several pieces. split: A/a, 1 without
+    any.
     """
     together = math.fsum(share * share for share in shares)
     prompts = max(nested.prompts, 0.0)
@@ -200,11 +198,10 @@ def unsplit(found: Noise, nested: NestedNoise, shares: Sequence[float], split: f
 
 
 def step_noise(seen: Mapping[str, Any]) -> StepNoise:
-    """Return what a line of train.jsonl says of the noise, from what
-    `ttrl.training.step_noise` saw of the step: prompts (1/a, their number where all have as
-    many samples), samples, pieces, seconds; noise n and signal |G|², over all parameters and by
-    layers, where there are two pieces; nested, as seen by the sketch, where prompts have several
-    samples.
+    """Return the noise fields for a line of train.jsonl, from the records of
+    `ttrl.training.step_noise`: prompts (1/a, their number if all have equally many samples),
+    samples, pieces, seconds; noise n and signal |G|², over all parameters and by layers, for at
+    least two pieces; nested, as seen by the sketch, if prompts have several samples.
     """
     counts = seen["counts"]
     shares = seen["shares"]

@@ -1,5 +1,5 @@
-"""What an optimizer step does, from its update vector: AdamW's vector by hand, and how a quantity
-answers along it.
+"""Compute an optimizer step's effect from its update vector: AdamW's vector by hand, and a
+quantity's response along it.
 
 AdamW takes θ ← θ + η·v with
 
@@ -7,12 +7,12 @@ AdamW takes θ ← θ + η·v with
     m ← β₁m + (1 - β₁)g,  s ← β₂s + (1 - β₂)g²,
 
 so a quantity H moves by δH = η⟨∇H, v⟩ + ½η²·vᵀ∇²H v + O(η³). v is linear in m and θ for given √v̂,
-so δH₁ = η⟨∇H, v⟩ is a sum over where v comes from: this step's gradient, (1 - β₁)g in m; those of
+so δH₁ = η⟨∇H, v⟩ is a sum over the sources of v: this step's gradient, (1 - β₁)g in m; those of
 earlier steps, β₁m; and weight decay.
 
 **Linear regime.** For large η the second order takes over; for small η, rounding does: in fp32 few
 parameters move by more than their last bits, and the difference of two nearly equal sums is lost.
-`linear_regime` finds where the first order is right in between.
+`linear_regime` finds the range of a correct first order in between.
 """
 
 import math
@@ -28,7 +28,7 @@ Vector = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class AdamW:
-    """The numbers of a step. `step` counts from 1, this step included."""
+    """Hold the numbers of a step. `step` counts from 1, this step included."""
 
     beta1: float
     beta2: float
@@ -39,12 +39,12 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Update:
-    """AdamW's vector v, as the sum of its parts."""
+    """Hold AdamW's vector v, as the sum of its parts."""
 
     current: Vector
     """From this step's gradient."""
     earlier: Vector
-    """From the momentum that was there before."""
+    """From the earlier momentum."""
     decay: Vector
     """From weight decay."""
 
@@ -67,9 +67,10 @@ def adamw_update(
     settings: AdamW,
     dtype: torch.dtype = torch.float64,
 ) -> Update:
-    """Compute AdamW's vector in float64; `dtype` is that of the result, which takes three times the
-    model's size. moments: "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first.
-    gradients: as the optimizer sees them, clipped. Matrices alone have weight decay."""
+    """Compute AdamW's vector in float64, for a result of `dtype`; it takes three times the model's
+    size. moments: "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first.
+    gradients: as the optimizer sees them, clipped. Only matrices have weight decay.
+    """
     first = 1 - settings.beta1**settings.step
     second = 1 - settings.beta2**settings.step
     current = {}
@@ -99,7 +100,7 @@ def inner(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How two vectors compare."""
+    """Hold the comparison of two vectors."""
 
     cosine: float
     norm_ratio: float
@@ -124,7 +125,7 @@ def moved(parameters: Mapping[str, Tensor], vector: Mapping[str, Tensor], eta: f
 
 @dataclass(frozen=True)
 class Response:
-    """What was measured at one η of a sweep."""
+    """Hold the measurements at one η of a sweep."""
 
     eta: float
     measured: float
@@ -140,9 +141,8 @@ class Response:
 
 
 def linear_regime(sweep: Sequence[Response], tolerance: float = 0.1) -> tuple[float, float] | None:
-    """Return the smallest and the largest |η| of the longest run of neighbours, in order of |η|, at
-    which what was measured is within `tolerance` of the first order, relative to it; None where it
-    is nowhere.
+    """Return the smallest and the largest |η| of the longest run of neighbours, in order of |η|,
+    with the measurement within `tolerance` of the first order, relative to it; None without any.
     """
     ordered = sorted((one for one in sweep if one.eta), key=lambda one: abs(one.eta))
     best: list[Response] = []

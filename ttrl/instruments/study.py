@@ -1,40 +1,39 @@
-"""Study one optimizer step of a run: what AdamW did, and how the entropy of whole answers answers
-to it.
+"""Study one optimizer step of a run: AdamW's vector, and its effect on the entropy of whole
+answers.
 
-The folder of an iteration holds what its training started from: grpo.yaml names model, state and
-pack. From these,
+The folder of an iteration holds the start of its training: grpo.yaml names model, state and pack.
+The study reports
 
     step      AdamW's vector by hand against the true step of the optimizer, and against the
               checkpoint
     entropy   of the answers, by both estimates
-    response  H(θ + ηv) over a sweep of η, by importance weights on the same answers, against δH₁ =
-    η⟨∇H, v⟩ and the second order
+    response  H(θ + ηv) over a sweep of η, by importance weights on the same answers, against
+              δH₁ = η⟨∇H, v⟩ and the second order
     parts     ⟨∇H, v⟩ from this step's gradient, from earlier ones through the momentum, and from
               weight decay
-    tokens    which of them move the entropy most, and why sampler and trainer disagree
-              (`ttrl.instruments.tokens`)
-    kernel    the Fisher kernel between tokens and sequences, where asked for
+    tokens    those with the largest effect on the entropy, and the reasons for differences of
+              sampler and trainer (`ttrl.instruments.tokens`)
+    kernel    the Fisher kernel between tokens and sequences, on request
               (`ttrl.instruments.fisher`)
 
-The update must not be made of the answers on which its effect is measured, or the effect is
-overstated. So half of the answers of each prompt, drawn at random, make the update of `response`,
-and the other half the entropy batch, with the answers of the iteration's later steps: prompts drawn
-uniformly with replacement, one answer for each. `step` is about the whole batch, and `half_cosine`
-compares the two vectors. Only prompts with a signal are in the pack, so the entropy is that of
-their answers.
+An update made from the measured answers would overstate its effect. So a random half of each
+prompt's answers makes the update of `response`. The other half makes the entropy batch, with the
+answers of the iteration's later steps: prompts drawn uniformly with replacement, one answer for
+each. `step` is about the whole batch, and `half_cosine` compares the two vectors. Only prompts with
+a signal are in the pack, so the entropy is that of their answers.
 
-Where an iteration takes several steps, those before the one that is studied are taken again, as the
-recipe takes them; answers are weighed by the policy that sampled them, the iteration's first.
+If an iteration takes several steps, those before the studied one are taken again, as in the recipe;
+answers are weighted by the policy of their sampling, the iteration's first.
 
 vᵀ∇²H v is the difference of two gradients at θ ± εv: the kernels of head and attention have no
 second derivative of their own.
 
-A run may have trained in bf16, whose rounding hides small effects. So the study has a dtype of
+A run may have trained in bf16, and its rounding hides small effects. So the study has a dtype of
 its own, fp32 or fp64, for all of the above. Three things stay in the run's dtype: the steps before
-the one that is studied, the distance to the checkpoint, which the run wrote, and `mismatch`, which
-asks how exactly the run computed.
+the studied one, the distance to the run's checkpoint, and `mismatch`, a measure of the run's own
+precision.
 
-For one process; adapters alone where the run trains adapters. Never run on a GPU.
+For one process; only adapters if the run trains adapters. Never run on a GPU.
 """
 
 import contextlib
@@ -91,13 +90,13 @@ _DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.f
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 PROJECTED = 4096
-"""Numbers that a token's gradient is projected to, where …"""
+"""Numbers in a token's projected gradient, if …"""
 MOST_WHOLE = 10**8
 """… tokens times parameters are more than this."""
 SEQUENCES = 32
-"""Answers between which there is a kernel."""
+"""Answers in the kernel between sequences."""
 FACTORS = (-4.0, -1.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-"""Of the learning rate: the sweep."""
+"""The sweep, in multiples of the learning rate."""
 
 
 def study(
@@ -116,9 +115,9 @@ def study(
     sequences: of the entropy batch. dtype: in fp32, small steps are lost in rounding. device: None
     takes the run's. kernel: tokens of the Fisher kernel.
 
-    Returns what study.json holds. Raises RunFolderError where something that the iteration started
-    from is gone, ConfigError for an optimizer that is not plain AdamW and for a device that is not
-    there, UnmovedStepError for a step that moved nothing.
+    Returns the content of study.json. Raises RunFolderError if a file from the iteration's start is
+    gone, ConfigError for an optimizer other than plain AdamW and for a missing device,
+    UnmovedStepError for a step without movement.
     """
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
         config = _config_of(Path(checkpoint), scratch, device)
@@ -160,7 +159,7 @@ def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | 
     if problems:
         raise ConfigError(str(path), problems)
     own: dict[str, Any] = {"output_dir": scratch, "sampler_rows": 0, "follow": None}
-    own |= {"cpu_offload": False, "compile": False}  # neither changes what is computed
+    own |= {"cpu_offload": False, "compile": False}  # neither changes the results
     if device is not None and device != config.device:
         own |= {"device": device, "num_threads": None}
     if own.get("device") == "cpu":
@@ -169,8 +168,9 @@ def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | 
 
 
 class _Study:
-    """The policy before the step, its optimizer's state, and the pack. number: of the step in its
-    iteration, from 0."""
+    """Hold the policy before the step, its optimizer's state, and the pack. number: of the step in
+    its iteration, from 0.
+    """
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Study:
         everything = self.policy.parameters_by_name()
         self.names = {name: p for name, p in everything.items() if p.requires_grad}
         self.origin = self._copies()
-        """Where the iteration starts from: the policy that sampled."""
+        """The iteration's start: the sampling policy."""
         seed_of = (config.seed, config.iteration)
         model = self.policy.decoder.config
         self.steps = updates(self.packed, config.updates_per_iteration, seed_of, here, model)
@@ -207,7 +207,7 @@ class _Study:
             self.prepass.choose(earlier)
             self._take(self.steps[earlier])
         self.start = self._copies() if number else self.origin
-        """Where the step starts from."""
+        """The step's start."""
         self.prepass.choose(number)
         self.moments = {
             name: tensor.clone() for name, tensor in state_tensors(self.policy, self._optimizer)
@@ -224,20 +224,21 @@ class _Study:
 
     @property
     def _as_trained(self) -> bool:
-        """Whether the policy computes in the dtype that the study wants, as it was loaded."""
+        """Whether the policy, as loaded, computes in the study's dtype."""
         held_in = {p.dtype for p in self.policy.parameters()}
         return self.policy.compute_dtype == self.dtype and held_in == {self.dtype}
 
     def _pass_before(self, head: ValueHead | None) -> None:
-        """Make the passes that precede the iteration's first step, of the policy as it is. Without
-        a head, values stay those that were measured last."""
+        """Make the passes before the iteration's first step, with the current policy. Without a
+        head, values stay as last measured.
+        """
         config = self.config
         inputs = (self.policy, self.packed, self.steps, self.objective, config, self.here)
         self.prepass = Prepass(*inputs, self.first_step, head)
         self.prepass.run()
 
     def _widen(self) -> None:
-        """Compute in the study's dtype from here on, from where the iteration starts."""
+        """Compute in the study's dtype from here on, from the iteration's start."""
         self.policy.widen(self.dtype)
         if self.head is not None:
             self.head.to(self.dtype)
@@ -325,7 +326,7 @@ class _Study:
         sampled = rows.logprobs[rows.labels != IGNORE_LABEL]
         found["mismatch"] = mismatch(sampled, as_run, own_N=own, exact_N=exact)
         for layer in adapted(self.policy).values():
-            layer.dropout = 0.0  # what follows is about the policy that samples …
+            layer.dropout = 0.0  # the rest is about the sampling policy …
             layer.constant_lengths = False  # … and its derivatives
         if kernel:
             found["kernel"] = self._kernel(kernel)
@@ -348,7 +349,7 @@ class _Study:
             p.copy_(parameters[name])
 
     def _part(self, samples: Sequence[int]) -> Step:
-        """Return the step with these samples alone, by their numbers in its rows' table."""
+        """Return the step with only these samples, by their numbers in its rows' table."""
         rows = only(self.step.rows, samples)
         had, has = (one.labels != IGNORE_LABEL for one in (self.step.rows, rows))
         hidden = [
@@ -360,7 +361,8 @@ class _Study:
 
     def _update(self, step: Step, gradients: Vector | None = None) -> Update:
         """Return AdamW's vector, as the recipe takes it; parameters keep the clipped gradient. Give
-        `gradients` where they are known, and still there."""
+        `gradients` if they are known and still there.
+        """
         if gradients is None:
             gradients = self._gradients(step)
         config = self.config
@@ -369,7 +371,7 @@ class _Study:
         return adamw_update(self.start, gradients, self.moments, settings, self.dtype)
 
     def _gradients(self, step: Step) -> Vector:
-        """Return copies of the clipped gradient, which stays with the parameters."""
+        """Return copies of the clipped gradient; it stays with the parameters."""
         self.policy.zero_grad()
         self._accumulate(step)
         clip_gradients(self.policy.parameters(), self.config.max_grad_norm)
@@ -377,7 +379,7 @@ class _Study:
 
     @contextlib.contextmanager
     def _stepped(self) -> Iterator[None]:
-        """Take the optimizer's own step with the gradient that is there, and take it back."""
+        """Take the optimizer's own step with the present gradient, and take it back."""
         self.trained.stepper.begin(self.scale)
         self._optimizer.step()
         yield
@@ -390,7 +392,7 @@ class _Study:
                 tensor.copy_(self.moments[f"{name}.{part}"].reshape(tensor.shape))
 
     def _moved_by(self, before: Vector) -> Vector:
-        """Return (where the parameters are - `before`) / η."""
+        """Return (the present parameters - `before`) / η."""
         moved_by = {}
         for name, p in self.names.items():
             difference = p.detach().double() - before[name].double()
@@ -411,8 +413,9 @@ class _Study:
         return vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
 
     def _distance(self, checkpoint: Path) -> float:
-        """Return how far the checkpoint is from where the step with the gradient that is there
-        leads, over the step's length."""
+        """Return the distance from the checkpoint to the end of the step with the present gradient,
+        over the step's length.
+        """
         with torch.no_grad(), self._stepped():
             true = self._true_step()
             after = self._copies()
@@ -422,8 +425,8 @@ class _Study:
 
     @torch.no_grad()
     def _logprobs(self) -> Tensor:
-        """Return the policy's log-probabilities of the step's labels [N], in the dtype that it
-        computes in.
+        """Return the policy's log-probabilities of the step's labels [N], in its own dtype of
+        computation.
         """
         batches = self.step.microbatches(self.config, self.here.device)
         return torch.cat(
@@ -436,19 +439,17 @@ class _Study:
         ).cpu()
 
     def _own_logprobs(self) -> Tensor | None:
-        """Return the same under the weights that sampled, where these are others and still
-        there.
-        """
+        """Return the same under the sampler's weights, if these are others and still there."""
         folder = self.config.sampler_model
         if folder is None or not Path(folder).exists():
             return None
         with as_policy_of(self.policy, self.config, folder):
             found = self._logprobs()
-        self._put(self.start)  # what is put back may be what the iteration started from
+        self._put(self.start)  # the restored weights may be the iteration's start
         return found
 
     def _kernel(self, count: int) -> dict[str, Any]:
-        """Return what the kernel of the step's first `count` tokens says of their entropy, for SGD
+        """Return the kernel's findings on the entropy of the step's first `count` tokens, for SGD
         and, once there are moments, with AdamW's preconditioner; and the last of these as cosines,
         by "sequence" of each token. "sequences": cosines of whole answers, with the "task" of each.
         """
@@ -589,7 +590,7 @@ def _cosines(gradients: Tensor) -> list[list[float]]:
 
 
 def decoder_of(model: str) -> Callable[[list[int]], str]:
-    """Return what makes text of token ids: the model's tokenizer, or where it has none, the
+    """Return the function from token ids to text: the model's tokenizer, or without one, the
     numbers.
     """
     path = Path(model, "tokenizer.json")

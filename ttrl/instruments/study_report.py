@@ -1,5 +1,5 @@
-"""What a study found (`ttrl.instruments.study`), as text for a terminal, as study.json and as
-pictures.
+"""Report the findings of a study (`ttrl.instruments.study`), as text for a terminal, as study.json
+and as pictures.
 """
 
 import itertools
@@ -18,7 +18,7 @@ _WIDTH = 100
 
 
 def study_text(found: Mapping[str, Any]) -> str:
-    """Say what was found, for a terminal."""
+    """Describe the findings, for a terminal."""
     step = found["step"]
     entropy = found["entropy"]
     parts = found["parts"]
@@ -84,7 +84,7 @@ def study_text(found: Mapping[str, Any]) -> str:
 
 
 def headline(found: Mapping[str, Any]) -> str:
-    """Say what was measured, and what it means."""
+    """Describe the measurement and its meaning."""
     entropy = found["entropy"]["rao_blackwell"]["value"]
     text = (
         f"What optimizer step {found['global_step']} did to the entropy of whole answers: how far "
@@ -114,7 +114,7 @@ def headline(found: Mapping[str, Any]) -> str:
 
 
 def change_text(measured: float, error: float) -> str:
-    """Say which way the entropy went, if it is clear: beyond two standard errors."""
+    """Describe the direction of the entropy, if it is clear: beyond two standard errors."""
     if abs(measured) <= 2 * error:
         return CHANGES[2]
     if measured < 0:
@@ -131,7 +131,7 @@ _MEANINGS = {
 
 
 def how_computed(found: Mapping[str, Any]) -> str:
-    """Say in which dtype and on which device a study computed."""
+    """Describe a study's dtype and device."""
     device = {"cpu": "the CPU", "cuda": "a GPU"}[found["device"]]
     return f"Computed in {found['dtype']} on {device}; the run trained in {found['run_dtype']}."
 
@@ -159,7 +159,7 @@ def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def _known(value: Any) -> Any:
-    """Return a value for JSON: errors of a single group, which have no number, become null."""
+    """Return a value for JSON: errors of a single group, without a number, become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -170,7 +170,7 @@ def _known(value: Any) -> Any:
 
 
 def draw_response(found: Mapping[str, Any], path: Path) -> None:
-    """Draw what was measured and what the orders predict, over η in learning rates."""
+    """Draw the measurements and the orders' predictions, over η in learning rates."""
     sweep = sorted(found["sweep"], key=lambda one: one["eta"])
     x = [one["eta"] / found["lr"] for one in sweep]
     figure = Figure(figsize=(7, 5), layout="constrained")
@@ -204,7 +204,7 @@ def draw_response(found: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_position(by_position: Sequence[float], path: Path) -> Path:
-    """Draw where in an answer its entropy is. Returns the path."""
+    """Draw the entropy by position in the answer. Returns the path."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     places = range(1, len(by_position) + 1)
@@ -245,8 +245,10 @@ def draw_kernel(found: Mapping[str, Any], path: Path) -> Path:
 
 
 def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
-    """Draw which tokens move the entropy most, where trainer and sampler differ, and what of the
-    kernel's δH tokens do to themselves and to each other. Returns the path."""
+    """Draw the tokens with the largest effect on the entropy, the differences of trainer and
+    sampler, and the parts of the kernel's δH: effects of tokens on themselves and on each other.
+    Returns the path.
+    """
     kernel: Mapping[str, Any] = found.get("kernel", {})
     kinds = [kind for kind in ("sgd", "adamw") if kind in kernel]
     figure = Figure(figsize=(12, 5.5), layout="constrained")
@@ -256,7 +258,7 @@ def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
     tokens = found["covariance"]["tokens"][::-1]
     left.barh(range(len(tokens)), [one["covariance"] for one in tokens])
     texts = [f"{one['before'][-24:]!a} → {one['text']!a}" for one in tokens]
-    # What a model wrote may look like mathematics.
+    # A model's text may look like mathematics.
     left.set_yticks(range(len(tokens)), texts, fontsize=7, parse_math=False)
     left.set(title=f"(log π − mean)·(A − mean); the mean is {found['covariance']['mean']:.3g}")
     names = list(found["mismatch"])

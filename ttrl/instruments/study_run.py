@@ -1,9 +1,8 @@
-"""Study every iteration of a run whose start is still there: what each step was to do to the
-entropy, and what it did.
+"""Study every iteration of a run with its start still present: each step's predicted effect on the
+entropy, and the measured one.
 
-Of each iteration every optimizer step is studied: made of half of its answers, and measured on the
-others. For every one to be there, a run keeps all its states (`keep_checkpoints`). Never run on a
-GPU.
+In each iteration every optimizer step is studied: made of half of its answers, and measured on the
+others. To study all of them, a run keeps all its states (`keep_checkpoints`). Never run on a GPU.
 """
 
 import math
@@ -21,8 +20,8 @@ from ttrl.system.files import read_jsonl, write_json
 from ttrl.text import counted
 
 LINEAR = 0.5
-"""A step is in the linear regime where the second order is at most this share of the first, as the
-two predict.
+"""A step is in the linear regime if the second order is at most this share of the first, by their
+predictions.
 """
 
 
@@ -35,13 +34,12 @@ def study_run(
     seed: int = 0,
     seen: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Study the steps of a run, oldest first; arguments as for `study`. seen: is given each row as
-    it is found.
+    """Study the steps of a run, oldest first; arguments as for `study`. seen: gets each new row.
 
     Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured",
-    "error", "first", "second", "is_linear"), "gone", the iterations whose start is no longer there,
-    "unmoved", those with a step that moved nothing, and what `signs` says. Raises RunFolderError or
-    UnmovedStepError where no step can be studied.
+    "error", "first", "second", "is_linear"), "gone", the iterations with a missing start,
+    "unmoved", those with a step without movement, and the result of `signs`. Raises RunFolderError
+    or UnmovedStepError if no step can be studied.
     """
     how: dict[str, Any] = {"sequences": sequences, "dtype": dtype, "device": device, "seed": seed}
     steps: list[dict[str, Any]] = []
@@ -92,8 +90,8 @@ def _iterations(run: Path) -> Iterator[tuple[int, Path]]:
 
 
 def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the steps whose measured change has the sign of the first order: of all, and of those
-    in the linear regime.
+    """Count the steps with a measured change of the first order's sign: of all, and of those in the
+    linear regime.
     """
     right = [one["measured"] * one["first"] > 0 for one in steps]
     linear = [is_right for is_right, one in zip(right, steps, strict=True) if one["is_linear"]]
@@ -107,7 +105,7 @@ HEADING = (
     "the step was not made of, and predicted from the gradient (first order) and its curvature "
     "(with second)."
 )
-"""What the rows are, above them."""
+"""The heading of the rows."""
 
 
 def row_text(row: Mapping[str, Any] | None) -> str:
@@ -130,7 +128,7 @@ def _pairs(row: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 def last_words(found: Mapping[str, Any]) -> str:
-    """Say how it was computed, and how often the first order had the right sign."""
+    """Describe the computation, and how often the first order had the right sign."""
     text = _course(found["steps"]) + "\n" + how_computed(found) + "\n"
     text += f"The first order has the sign of what was measured in {found['right']} of "
     text += f"{len(found['steps'])} steps; in {found['linear_right']} of the {found['linear']} "
@@ -148,7 +146,7 @@ def last_words(found: Mapping[str, Any]) -> str:
 
 
 def _course(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Say what the steps came to."""
+    """Summarise the steps."""
     changes = [change_text(one["measured"], one["error"]) for one in steps]
     counts = [f"{kind} in {changes.count(kind)}" for kind in CHANGES if kind in changes]
     (first, _), (last, _) = _pairs(steps[0])[0], _pairs(steps[-1])[0]
@@ -176,8 +174,9 @@ def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def draw_noise(rows: Sequence[MetricsRow], path: Path) -> Path:
-    """Draw the gradient noise scale with its interval, and the share of the noise that comes from
-    samples. rows: of metrics.jsonl. Returns the path."""
+    """Draw the gradient noise scale with its interval, and the samples' share of the noise. rows:
+    of metrics.jsonl. Returns the path.
+    """
     x = [row.iteration for row in rows]
     noise = [row.gradient_noise for row in rows]
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -198,7 +197,7 @@ def draw_noise(rows: Sequence[MetricsRow], path: Path) -> Path:
 
 
 def _plotted(value: float | None) -> float:
-    """Return what matplotlib draws: nothing for a missing value."""
+    """Return matplotlib's value: NaN for a missing one."""
     if value is None:
         return math.nan
     return value
@@ -223,7 +222,7 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
     seen = [one["measured"] + side * one["error"] for one in steps for side in (-1, 1)] + [
         one["first"] for one in steps
     ]
-    # A second order that is far off would leave none for the rest.
+    # A second order far off would leave none for the rest.
     room = 0.1 * (max(seen) - min(seen)) or 1.0
     above.set(
         ylim=(min(0.0, *seen) - room, max(0.0, *seen) + room),

@@ -1,21 +1,21 @@
-"""What single tokens of a step tell: which of them move the entropy most, and why sampler and
-trainer disagree about them.
+"""Examine single tokens of a step: their effect on the entropy, and the reasons for differences of
+sampler and trainer.
 
 **Covariance.** A policy-gradient step on a softmax moves the entropy of its distributions by minus
 the covariance of log π and A, to first order (arXiv 2505.22617): likely tokens with high advantages
 and unlikely ones with low advantages lower it. A token's term is (log π - mean)·(A - mean), the
-means over the step. A few tokens make most of the sum: these are what Clip-Cov and KL-Cov act on
-(objectives "clip_cov" and "kl_cov").
+means over the step. A few tokens make most of the sum: Clip-Cov and KL-Cov act on these (objectives
+"clip_cov" and "kl_cov").
 
 **Mismatch.** The difference d of trainer's and sampler's log-probability of a token is a sum,
 
     d = lag + rounding + rest
-    lag       trainer's under the weights that are trained, minus trainer's under those that sampled
-    rounding  trainer's in the dtype that it trains in, minus the same in a wider one
-    rest      what is left: the server's own rounding, of about the size of the trainer's, and
-              whatever is wrong
+    lag       trainer's under the trained weights, minus trainer's under the sampler's weights
+    rounding  trainer's in its training dtype, minus the same in a wider one
+    rest      the remainder: the server's own rounding, of about the size of the trainer's, and
+              any errors
 
-so Cov(part, d)/Var(d) are shares that add up to 1.
+so Cov(part, d)/Var(d) are shares with sum 1.
 
 Shapes: N tokens of a step, in row-major order of its rows' labels.
 """
@@ -30,15 +30,15 @@ from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.training.objective.covariance import covariances
 
 CONTEXT = 12
-"""Tokens before an outlier that are shown with it."""
+"""Tokens shown before an outlier."""
 
 
 def covariance_outliers(
     rows: PackedTensors, logprobs_N: Tensor, decode: Callable[[list[int]], str], count: int = 20
 ) -> dict[str, Any]:
-    """Return "mean", the covariance of log π and A over the step's tokens; "share", which part of
-    Σ|term| the `count` largest make; and "tokens", those with their text, the largest term in
-    absolute value first.
+    """Return "mean", the covariance of log π and A over the step's tokens; "share", the part of
+    Σ|term| in the `count` largest; and "tokens", these with their text, by falling absolute value
+    of the term.
     """
     trained = rows.labels != IGNORE_LABEL
     terms_N = covariances(logprobs_N, rows.advantages[trained])
@@ -81,9 +81,9 @@ def mismatch(
 ) -> dict[str, dict[str, float]]:
     """Split trainer - sampler into its parts; each with "mean" (of |part|), "rms" and "share".
 
-    own: the trainer's under the weights that sampled, if these are others. exact: `trainer_N` in a
-    wider dtype. A part that is not known stays in the rest. Tokens without a log-probability of the
-    sampler are left out; the result is empty if that is all of them.
+    own: the trainer's under the sampler's weights, if these are others. exact: `trainer_N` in a
+    wider dtype. An unknown part stays in the rest. Tokens without a sampler log-probability are
+    left out; without any tokens the result is empty.
     """
     known = torch.isfinite(sampler_N) & torch.isfinite(trainer_N)
     if not known.any():

@@ -1,6 +1,4 @@
-"""Requests to models that judge: retried, kept in a cache, counted and priced; nothing of them is
-trained.
-"""
+"""Ask judging models: requests are retried, cached, counted and priced, but never trained."""
 
 import asyncio
 import functools
@@ -24,8 +22,8 @@ Verdict = TypeVar("Verdict")
 _clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]]" = (
     weakref.WeakKeyDictionary()
 )
-"""Clients, and the semaphores that limit them, belong to an event loop; a judge may be used in
-several, and travel.
+"""Clients and semaphores by event loop: they belong to one, and a judge may be used in several or
+pickled.
 """
 
 
@@ -37,7 +35,7 @@ def _cache_at(address: str) -> Cache | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a judge said, and what it cost this time: nothing where it was kept."""
+    """A judge's answer, and its cost this time: nothing for a cached one."""
 
     body: Any
     """Text, or JSON."""
@@ -48,15 +46,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Asked:
-    """Where a judging model is asked.
+    """Connect to a judging model.
 
-    model: its name there. base_url: of an OpenAI-compatible server. key_variable: the environment
-        variable that holds the key; it is read when it is needed, and written nowhere.
+    model: its name there.
+    base_url: of an OpenAI-compatible server.
+    key_variable: environment variable of the key, read on demand and never written.
     prices: dollars per million tokens, (input, output).
-    cache: where answers are kept, as in `get_task_results`: a folder, "s3://…"; the same question
-        is not paid twice.
-    retries: further tries of a request that failed, with growing pauses. timeout: seconds of one.
-        at_once: requests.
+    cache: store of answers, as in `get_task_results`: a folder, "s3://…"; the same question is not
+        paid twice.
+    retries: further tries of a failed request, with growing pauses.
+    timeout: seconds of one request.
+    at_once: concurrent requests.
     params: sampling parameters, greedy by default.
     """
 
@@ -97,7 +97,7 @@ class Asked:
         return _cache_at(os.fspath(self.cache))
 
     async def chat(self, messages: Sequence[Mapping[str, str]], seed: int = 0) -> Answer:
-        """Return the model's reply, as text. Raises GraderError."""
+        """Return the model's reply as text. Raises GraderError."""
         body = {"model": self.model, "messages": list(messages), "seed": seed, **self.params}
         answer = await self.post("/chat/completions", body)
         try:
@@ -109,9 +109,7 @@ class Asked:
         return Answer(text or "", answer.prompt_tokens, answer.completion_tokens, answer.cached)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """Return the JSON that the server answers with, out of the file where it is there. Raises
-        GraderError.
-        """
+        """Return the server's JSON answer, or its cached copy. Raises GraderError."""
         cache = self._cache()
         key = sample_key(request_digest({"base_url": self.base_url, "path": path}, body), 0)
         if cache is not None and (kept := await cache.get(key)) is not None:
@@ -141,8 +139,8 @@ class Asked:
         return answer
 
     def costs(self, answers: Sequence[Answer], parts: int = 1) -> dict[str, float]:
-        """Return metrics: what these answers cost, shared by `parts` samples, and the share of them
-        that was kept.
+        """Return metrics: the cost of these answers, shared by `parts` samples, and the cached
+        share.
         """
         dollars = (
             sum(
@@ -172,11 +170,14 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts(Asked):
-    """Asks a model that judges by a rubric.
+    """Ask a model to judge by a rubric.
 
-    rubric: what is good, in words. task: what replies answer, shown to the judge. tries: how often
-    it is asked until what it says can be read; after the first, it is shown what it said, as a
-    greedy judge would say it again. Raises UserError.
+    rubric: the criteria, in words.
+    task: the question behind the replies, shown to the judge.
+    tries: attempts to get a readable verdict. After the first, the judge sees its last answer: a
+        greedy judge would repeat it.
+
+    Raises UserError.
     """
 
     rubric: str
@@ -195,9 +196,9 @@ class Verdicts(Asked):
     async def verdict(
         self, content: str, form: str, read: Callable[[str], Verdict | None], seed: int = 0
     ) -> tuple[Verdict, list[Answer]]:
-        """Ask until `read` finds something in the answer; return that, and all answers.
+        """Ask until `read` finds a verdict; return it, and all answers.
 
-        form: what it should end with, in words. Raises GraderError where it never does.
+        form: required ending of an answer, in words. Raises GraderError after the last try.
         """
         messages = [{"role": "user", "content": content}]
         answers = list[Answer]()
@@ -221,9 +222,7 @@ class Verdicts(Asked):
 
 
 def _is_final(error: OpenAIError) -> bool:
-    """Tell whether openai's client sends no request again after it, such as one that is too
-    long.
-    """
+    """Tell whether openai's client never retries the error, such as for an overlong request."""
     return (
         isinstance(error, APIStatusError)
         and error.status_code < 500
@@ -232,9 +231,7 @@ def _is_final(error: OpenAIError) -> bool:
 
 
 def conversation_of(choice: Choice) -> tuple[str, str]:
-    """Return what a judge is shown of a choice: what was said before (where it is known), and the
-    last reply.
-    """
+    """Return the judge's view of a choice: the earlier messages (if known), and the last reply."""
     before = [
         message
         for message in (getattr(choice, "messages", None) or [])[:-1]
@@ -245,6 +242,6 @@ def conversation_of(choice: Choice) -> tuple[str, str]:
 
 
 def fenced(text: str, name: str, salt: str) -> str:
-    """Put text between tags that it cannot close: their names hold a digest of what is judged."""
+    """Put text between tags it cannot close: their names hold a digest of the judged text."""
     tag = f"{name}-{hashlib.sha256(salt.encode(errors='surrogatepass')).hexdigest()[:8]}"
     return f"<{tag}>\n{text}\n</{tag}>"

@@ -1,8 +1,8 @@
-"""A model that grades one reply by a rubric: `Judge(model=…, rubric=…)` is a grader.
+"""Grade one reply by a rubric with a model: `Judge(model=…, rubric=…)` is a grader.
 
-Its verdict is the number after the last "Score:" of what it writes, so that it can think first. A
-judge that cannot be reached, or gives no score that can be read, fails the sample; it is never a
-zero, which would train the policy on the judge's bad day.
+The score is the number after the last "Score:", so the judge can think first. An unreachable judge
+or an unreadable score fails the sample. It is never a zero: that would train the policy on the
+judge's bad day.
 """
 
 import re
@@ -26,11 +26,12 @@ _FORM = "one line, Score: N, where N is a number from {low:g} to {high:g}"
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(Verdicts):
-    """Grades a reply from 0 to 1, by a rubric in words. Raises UserError for a scale of no length.
+    """Grade a reply from 0 to 1, by a rubric in words. Raises UserError for a scale of no length.
 
-    task: where a choice does not say it; a rollout's does. scale: the numbers it is asked for,
-        worst and best, which become 0 and
-    1. The rest as in Verdicts.
+    task: the question, for choices without one; a rollout's has it.
+    scale: the judge's worst and best numbers, mapped to 0 and 1.
+
+    The rest as in Verdicts.
     """
 
     scale: tuple[float, float] = (0.0, 10.0)
@@ -61,7 +62,7 @@ class Judge(Verdicts):
 
 
 def read_score(text: str) -> float | None:
-    """Return the number after the last "Score:", after any thinking; None where there is none, or a
+    """Return the number after the last "Score:", after any thinking; None without one, or for a
     choice of two.
     """
     text = after_thinking(text).replace("*", "")

@@ -1,10 +1,10 @@
-"""Models that grade the replies of a group by comparing them: `Ranking` and `Pairwise` are group
+"""Grade the replies of a group by comparing them with a model: `Ranking` and `Pairwise` are group
 graders (`Task.group_grader`).
 
-A comparison is easier than a mark, and only differences within a group are trained (RULER, of ART,
-grades so). What a judge sees first it may like better, whatever it is, so every order is also shown
-in reverse: what position alone is worth cancels out of the rewards, and is reported as the metric
-`position_bias`.
+Comparing is easier than marking, and training uses only differences within a group (RULER, of ART,
+grades the same way). A judge may prefer the first reply for its position. Every order is therefore
+also shown in reverse: the effect of position cancels out of the rewards, and is reported as the
+metric `position_bias`.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ _BETTER = re.compile(r"better\W{0,6}(1|2|tie)\b(?!\s*(?:/|or|and|to)\b)", re.IGN
 
 @dataclass(frozen=True, kw_only=True)
 class _Comparing(Verdicts):
-    """seed: of the orders."""
+    """Compare replies. seed: of the orders."""
 
     seed: int = 0
 
@@ -78,12 +78,11 @@ class _Comparing(Verdicts):
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking(_Comparing):
-    """Scores all replies of a group at once, 0 to 1: the mean over `orders` shuffles and their
+    """Score all replies of a group at once, 0 to 1: the mean over `orders` shuffles and their
     reverses.
 
-    Metrics of every sample: `position_bias`, by how much the replies of an order's first half are
-    scored higher than those of its second; `order_spread`, how far the scores of the same reply are
-    apart.
+    Metrics of every sample: `position_bias`, the mean score of an order's first half less its
+    second half's; `order_spread`, the range of scores of the same reply.
     """
 
     orders: int = 1
@@ -126,11 +125,11 @@ class Ranking(_Comparing):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise(_Comparing):
-    """Compares every two replies, in both orders; a reply's reward is the share of its comparisons
-    that it wins, ties half.
+    """Compare every two replies, in both orders. A reply's reward is its share of won comparisons,
+    ties half.
 
-    Metrics of every sample: `position_bias`, the share of verdicts for the reply shown first less
-    that for the second; `order_agreement`, the share of its pairs that got the same verdict in both
+    Metrics of every sample: `position_bias`, the share of verdicts for the first reply less the
+    share for the second; `order_agreement`, the share of its pairs with equal verdicts in both
     orders.
     """
 

@@ -1,5 +1,5 @@
-"""A reward model as a grader: a classifier with one output that vLLM serves (`ttrl serve MODEL
---vllm runner=pooling`).
+"""Grade with a reward model: a classifier with one output, served by vLLM (`ttrl serve MODEL --vllm
+runner=pooling`).
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,16 @@ from ttrl.text import is_number, short
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Asked):
-    """Gives the reward that the model computes for the conversation with its reply, as it is: no
-    scale is known.
+    """Return the model's reward for the conversation with its reply, unscaled: its scale is
+    unknown.
 
-    base_url: with /v1, as of other servers; vLLM's pooling endpoint lies beside it. messages: what
-    the reply answers, the task's own; a rollout's choice brings them itself. params: sent along;
-    {"use_activation": True} gives vLLM's own default, for most models the sigmoid of the reward.
+    base_url: with /v1, as for other servers; vLLM's pooling endpoint is next to it.
+    messages: the task's own; a rollout's choice has them.
+    params: added to the request; {"use_activation": True} gives vLLM's own default, for most models
+        the sigmoid of the reward.
 
-    Of a model that gives each position a number, the last one is taken. Several for one position,
-    as of an embedding model or a classifier with more labels, are no reward.
+    If a model gives one number for each position, the last one counts. Several numbers for one
+    position are no reward, as from an embedding model or a classifier with more labels.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()

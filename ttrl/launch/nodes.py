@@ -1,4 +1,4 @@
-"""A trainer on several machines (`ttrl.cluster.trainers`): what its torchrun is told on each."""
+"""Give torchrun its arguments on each of a trainer's machines (`ttrl.cluster.trainers`)."""
 
 import os
 import socket
@@ -8,9 +8,7 @@ import psutil
 from ttrl.errors import UserError
 
 PROGRESS_FILE = "progress"
-"""In the folder of one start of the trainer: how far its first rank is, on whatever machine that
-runs.
-"""
+"""File in the folder of one trainer start: the first rank's progress, on any machine."""
 
 
 def torchrun_arguments(
@@ -18,9 +16,8 @@ def torchrun_arguments(
 ) -> list[str]:
     """Return torchrun's arguments on this node.
 
-    leads: whether the meeting point is on this node. meeting: a name for this start only, so that a
-    process of an earlier one cannot be taken for one of this. join_timeout: seconds until torchrun
-    ends where not all nodes have come.
+    leads: the meeting point is on this node. meeting: a name unique to this start, against
+    processes of an earlier one. join_timeout: seconds until torchrun ends for lack of nodes.
     """
     arguments = [
         "--nnodes",
@@ -33,14 +30,14 @@ def torchrun_arguments(
         meeting,
     ]
     arguments += ["--rdzv-conf", f"is_host={str(leads).lower()},join_timeout={join_timeout}"]
-    # Where the leading node listens (`ttrl.training.parallel.meeting`).
+    # The leading node's listening address (`ttrl.training.parallel.meeting`).
     return [*arguments, "--local-addr", local_address(endpoint)]
 
 
 def network_environment(endpoint: str) -> dict[str, str]:
-    """Return which network interface gloo and NCCL use: the one through which the meeting point is
-    reached, unless the user has named one. By themselves they take that of the machine's name,
-    which often is the loopback.
+    """Return the variables for gloo's and NCCL's network interface: the one on the route to the
+    meeting point, unless the user has named one. By default they take the interface of the
+    machine's name, often the loopback.
     """
     interface = interface_of(local_address(endpoint))
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -50,15 +47,13 @@ def network_environment(endpoint: str) -> dict[str, str]:
 
 
 def local_address(endpoint: str) -> str:
-    """Return this machine's address on the way to HOST:PORT. Raises UserError where there is no way
-    to it.
-    """
+    """Return this machine's address on the route to HOST:PORT. Raises UserError without a route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             *_host_and_port(endpoint), type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of a datagram socket: asks for the route, sends nothing
+            probe.connect(address)  # on a datagram socket: looks up the route, sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UserError(
@@ -74,7 +69,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an address; None where none has."""
+    """Return the network interface of an address; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.split("%")[0] == address for one in addresses):
             return name

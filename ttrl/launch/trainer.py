@@ -1,11 +1,10 @@
-"""The run's trainer: `tune run ttrl/grpo_recipe`, started once and asked for iteration after
-iteration, or started for each.
+"""Run the run's trainer, `tune run ttrl/grpo_recipe`: started once for all iterations, or once per
+iteration.
 
 A resident trainer follows a folder below the run's trainer/, one for each start
-(`ttrl.system.request_folder`): a request is the same recipe config that the one-shot form is
-started with, an answer says that its files are there. What it prints goes to logs/trainer.log while
-it waits, and to the iteration's own train.log while it trains. Whatever goes wrong in it ends it,
-with the message that the one-shot form ends with.
+(`ttrl.system.request_folder`). A request is the recipe config of the one-shot form; an answer says
+its files are complete. Its output goes to logs/trainer.log while it waits, and to the iteration's
+own train.log while it trains. Any failure ends it, with the one-shot form's message.
 """
 
 import contextlib
@@ -38,22 +37,22 @@ from ttrl.system.gpus import visible_devices
 from ttrl.system.request_folder import LOOK_SECONDS, RequestFolder
 from ttrl.weights.source import Handover
 
-# What a process is made of when it starts; any other setting may differ from request to request.
+# Fixed when a process starts; any other setting may differ between requests.
 PROCESS_SETTINGS = ("device", "num_threads", "tensor_parallel", "cpu_offload")
 
 
 class Trainer:
-    """Trains iterations, one at a time, in a process that does not outlive ours.
+    """Train iterations, one at a time, in a process that does not outlive ours.
 
         trainer = Trainer(config, folder, console)
         trainer.start(recipe_config)                        # returns at once: imports and loading
-                                                            cost nobody time
+                                                            run in the background
         checkpoint = trainer.make_checkpoint(1, recipe_config)
         trainer.stop()
 
     With `config.trainer` "once", `start` does nothing and each training has a process of its own:
-    the same files, bit for bit. With `config.nnodes` above 1 it is started on machines of a cluster
-    (`elsewhere`). An object belongs to one thread at a time.
+    the same files, bit for bit. With `config.nnodes` above 1 it runs on machines of a cluster
+    (`elsewhere`). Use an object in one thread at a time.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class Trainer:
         console: Console,
         elsewhere: Callable[..., TrainerProcess] | None = None,
     ) -> None:
-        """elsewhere: what starts it on other machines, given the config, the folder of this start,
-        log and variables.
+        """elsewhere: starts it on other machines, given the config, the folder of this start, log
+        and variables.
         """
         self._config = config
         self._folder = folder
@@ -73,24 +72,24 @@ class Trainer:
         self._log = folder.path / "logs" / "trainer.log"
         self._resident: tuple[TrainerProcess, RequestFolder] | None = None
         self._private: tempfile.TemporaryDirectory[str] | None = None
-        """Where its processes meet."""
+        """Meeting place of its processes."""
         self._asked = 0
         self._made_of: dict[str, Any] = {}
         self._handed_over: tuple[int, Handover] | None = None
         self._is_writing = False
         self._holding: int | None = None
         self.compared: dict[str, Any] | None = None
-        """What train.jsonl will say of sampler and trainer in what was handed over last."""
+        """Comparison of sampler and trainer in the last transfer, for train.jsonl."""
 
     def start(self, recipe_config: Mapping[str, Any]) -> None:
-        """Start the resident process, which loads what `recipe_config` names (of its pack nothing
-        is needed yet) and waits. Returns at once. Harmless when it runs already."""
+        """Start the resident process; it loads the model of `recipe_config` (its pack is not needed
+        yet) and waits. Returns at once. Harmless if it runs already."""
         if self._config.trainer == "resident" and self._resident is None:
             self._resident = self._start(recipe_config)
 
     def _start(self, recipe_config: Mapping[str, Any]) -> tuple[TrainerProcess, RequestFolder]:
         sessions = self._folder.path / "trainer"
-        # Of runs before: whoever still follows one of them ends.
+        # Of earlier runs: their followers end.
         shutil.rmtree(sessions, ignore_errors=True)
         path = sessions / secrets.token_hex(4)
         path.mkdir(parents=True)
@@ -114,7 +113,7 @@ class Trainer:
         return process, RequestFolder(path)
 
     def _variables(self) -> dict[str, str]:
-        """Return what keeps the processes from the servers' GPUs, where they have some of their
+        """Return variables to keep the processes off the servers' GPUs, if the servers have their
         own. Never run on a GPU.
         """
         if self._config.placement != "split" or not self._config.servers_here:
@@ -126,21 +125,20 @@ class Trainer:
         }
 
     def check(self) -> None:
-        """Raise TrainerError, ending with the last lines of its log, where the resident process
-        died while nobody asked it for anything; the next `start` or `make_checkpoint` starts
-        another. Does not wait.
+        """Raise TrainerError, ending with the last lines of its log, if the resident process died
+        while idle; the next `start` or `make_checkpoint` starts another. Does not wait.
         """
         if self._resident is not None:
             self._check_runs("while nothing was asked of it", self._log)
 
     def make_checkpoint(self, number: int, recipe_config: Mapping[str, Any]) -> Path:
-        """Train iteration `number`, or, of 0 without a pack, make the canary of the checkpoint that
-        is there; return that folder.
+        """Train iteration `number`, or, for 0 without a pack, make the canary of the existing
+        checkpoint; return its folder.
 
-        Files appear below `recipe_config["output_dir"]` as they are finished; its train marker is
-        the caller's to set. Raises TrainerError, ending with the last lines of the log, when the
-        trainer fails or dies, StorageError where it said that the disk is full. The next call
-        starts another one.
+        Files appear below `recipe_config["output_dir"]` as they are finished; the caller sets the
+        train marker. Raises TrainerError, ending with the last lines of the log, if the trainer
+        fails or dies; StorageError if the trainer reported a full disk. The next call starts
+        another trainer.
         """
         output = Path(recipe_config["output_dir"])
         config_path = output / "grpo.yaml"
@@ -195,9 +193,9 @@ class Trainer:
         return checkpoint_of(output)
 
     def wait_until_saved(self) -> bool:
-        """Wait until the files of the last `make_checkpoint` are there; while they are only on
-        their way it returned early, and says so by `handover`. Return False where the process was
-        lost before, and somebody was told. Raises as `make_checkpoint`.
+        """Wait for the files of the last `make_checkpoint`, after an early return (see `handover`).
+        Return False if the process was lost and its error already raised. Raises as
+        `make_checkpoint`.
         """
         if not self._is_writing:
             return True
@@ -214,14 +212,14 @@ class Trainer:
 
     @property
     def holding(self) -> int | None:
-        """Return the iteration whose weights and state the process holds, and nothing else does."""
+        """Return the iteration whose weights and state only the process holds."""
         if self._resident is not None:
             return self._holding
         return None
 
     def handover(self, number: int) -> Handover | None:
-        """Return where the process holds out the weights of iteration `number`; None where it does
-        not, or died since.
+        """Return where the process offers the weights of iteration `number`; None if it does not,
+        or has died.
         """
         if self._resident is not None:
             found = self._handed_over
@@ -232,14 +230,14 @@ class Trainer:
         return None
 
     def stop(self) -> None:
-        """End the process, whatever it is doing. Harmless when there is none."""
+        """End the process at any point of its work. Harmless without one."""
         if self._resident is None:
             return
         process, requests = self._resident
         self._resident = None
         if requests.path.is_dir():
-            with contextlib.suppress(OSError):  # on a full disk they end when the folder is gone
-                # For processes on other hosts, which no signal reaches.
+            with contextlib.suppress(OSError):  # on a full disk the missing folder ends them
+                # For processes on other hosts, out of reach of signals.
                 requests.put(requests.stop, "")
         process.stop()
         shutil.rmtree(requests.path.parent, ignore_errors=True)
@@ -251,21 +249,21 @@ class Trainer:
             self._private = None
 
     def _check_runs(self, when: str, log: Path, unless: Path | None = None) -> None:
-        """Raise TrainerError, and forget the resident process, where it has ended: well, and the
-        file `unless` is not there, or in any other way."""
+        """Forget the resident process and raise TrainerError if it has ended: by a failure, or well
+        but without the file `unless`."""
         assert self._resident is not None
         process, _ = self._resident
         try:
             if process.ended() and not (unless is not None and unless.exists()):
                 raise TrainerError(f"the resident trainer ended by itself {when}; see {log}")
-        except TtrlError as error:  # after Ctrl-C it is not gone, and `stop` has to find it
+        except TtrlError as error:  # after Ctrl-C it still runs, and `stop` has to find it
             self._resident = None
             if (
                 isinstance(error, TrainerDiedError)
                 and self._config.nnodes > 1
                 and "RendezvousTimeoutError" in str(error)
             ):
-                # Another start would not mend that.
+                # Another start would not help.
                 raise TrainerError(
                     f"not all of {self._config.nnodes} machines were there within "
                     f"{self._config.join_timeout} s (join_timeout); "

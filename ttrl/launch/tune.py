@@ -1,4 +1,4 @@
-"""Runs a recipe through `tune run` in a process of its own, and fails loudly when it fails."""
+"""Run a recipe through `tune run` in a process of its own, and report its failures."""
 
 import os
 import re
@@ -33,7 +33,7 @@ _ERRORS = (
     ),
     "TrainerMemoryError",
 )
-"""What a trainer says before it ends of its own accord, which another start would not change."""
+"""Errors a trainer reports itself before it ends; another start would repeat them."""
 
 
 def tune(
@@ -51,13 +51,13 @@ def tune(
     """Write the recipe's config to `config_path`, run `tune run [torchrun arguments] RECIPE
     --config FILE`, and return the new checkpoint's folder, `output_dir`/checkpoint.
 
-    `config` is written as it is; paths in it are best absolute. With `nproc_per_node` above 1, or
+    `config` is written unchanged; prefer absolute paths in it. With `nproc_per_node` above 1, or
     with `torchrun_args` (such as ["--nnodes", "2", "--rdzv-endpoint", "HOST:PORT"]), torchrun
-    starts the processes. The log is `output_dir`/train.log unless named. variables: further ones
-    for their environment.
+    starts the processes. The log is `output_dir`/train.log unless named. variables: further
+    environment variables.
 
-    Raises TrainerError, ending with the last lines of the log, when a process fails or leaves no
-    checkpoint; StorageError where the recipe said that the disk is full.
+    Raises TrainerError, ending with the last lines of the log, if a process fails or leaves no
+    checkpoint; StorageError if the recipe reported a full disk.
     """
     write_recipe_config(config, config_path)
     output = Path(config["output_dir"])
@@ -75,8 +75,8 @@ def tune(
 
 
 def write_recipe_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> str:
-    """Write a recipe's config as YAML, and return the text. Raises ConfigError for what YAML cannot
-    hold.
+    """Write a recipe's config as YAML, and return the text. Raises ConfigError for values YAML
+    cannot hold.
     """
     if "output_dir" not in config:
         raise ConfigError(str(path), ["output_dir is missing"])
@@ -86,7 +86,7 @@ def write_recipe_config(config: Mapping[str, Any], path: str | os.PathLike[str])
         raise ConfigError(
             str(path), [f"{error.args[-1]!r} cannot be written to it; use plain values"]
         ) from error
-    write_text(path, text, durable=False)  # made anew for each process that reads it
+    write_text(path, text, durable=False)  # rewritten for each process
     return text
 
 
@@ -97,8 +97,8 @@ def tune_command(
     nproc_per_node: int = 1,
     torchrun_args: Sequence[str] = (),
 ) -> list[str]:
-    """Return `tune run …`, with this Python. With several processes, or arguments for it, torchrun
-    starts them.
+    """Return `tune run …`, with this Python. For several processes, or with arguments for it,
+    torchrun starts them.
     """
     torchrun = [
         *(["--nproc_per_node", str(nproc_per_node)] if nproc_per_node > 1 else []),
@@ -119,12 +119,12 @@ def tune_command(
 def meeting_here(
     folder: Path, processes: int, torchrun_args: Sequence[str] = ()
 ) -> tuple[list[str], dict[str, str]]:
-    """Return arguments for torchrun, and environment variables, with which several processes of
-    this machine meet in files of `folder`, which nobody else may read or write. Neither where
-    `torchrun_args` name another meeting point.
+    """Return torchrun arguments and environment variables for several processes of this machine to
+    meet in files of `folder`, private to this user. Neither if `torchrun_args` name another meeting
+    point.
 
-    By itself torchrun listens on all interfaces, asks for no password, and unpickles, and so runs,
-    what it is sent.
+    By default torchrun listens on all interfaces, asks for no password, and unpickles any message,
+    which runs its code.
     """
     named = ("--rdzv", "--nnodes", "--master", "--standalone")
     if processes == 1 or any(
@@ -140,8 +140,8 @@ def meeting_here(
         str(folder / "torchrun"),
     ]
     arguments += ["--rdzv-id", folder.name, "--local-addr", "127.0.0.1"]
-    # The agent opens no store for the processes, which have one in a file; gloo and NCCL connect
-    # them over the loopback alone.
+    # The processes have a store in a file, so the agent opens none; gloo and NCCL connect them over
+    # the loopback only.
     variables = {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         STORE_VARIABLE: str(folder / "processes"),
@@ -152,7 +152,7 @@ def meeting_here(
 
 
 def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) -> Path:
-    """Return the checkpoint that a recipe left. Raises TrainerError where there is none."""
+    """Return a recipe's checkpoint. Raises TrainerError without one."""
     checkpoint = output / "checkpoint"
     if not (checkpoint / "config.json").is_file():
         raise TrainerError(
@@ -163,12 +163,12 @@ def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) 
 
 
 class TrainerProcess(ChildProcess):
-    """A trainer, or its torchrun, from its start to its end. It does not outlive ours.
+    """Run a trainer, or its torchrun, from start to end. It does not outlive ours.
 
         with TrainerProcess(command, log_path, progress) as process:
             process.show(process.ended, pbar=True, pbar_desc="training")
 
-    progress: the file in which it says how far it is. variables: further ones for its environment.
+    progress: the trainer's progress file. variables: further environment variables.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class TrainerProcess(ChildProcess):
         progress: Path,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; rows come in
-        # ever new lengths. With 256 a resident trainer of the tiny model holds 690 to 840 MiB over
-        # 40 iterations of ever new lengths, and no more at the end.
+        # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; row lengths
+        # keep changing. With 256 a resident trainer of the tiny model holds 690 to 840 MiB over 40
+        # iterations of ever new lengths, and no more at the end.
         defaults = (
             SHORT_WAITS
             | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
@@ -194,15 +194,14 @@ class TrainerProcess(ChildProcess):
         self._task_log: tuple[Path, int, int] | None = None
 
     def stop(self, timeout: float = 1.0) -> int | None:
-        """End it with all of its descendants, by force after a second: its files are whole at any
-        time, or not there.
+        """End it with all of its descendants, by force after a second: at any time its files are
+        complete or absent.
         """
         return super().stop(timeout)
 
     def log_task_to(self, path: Path | None) -> None:
-        """Say where its errors are to be quoted from: what it does from now on it logs at the end
-        of `path`; what is not its work on the task goes to its own log as before (None: everything
-        does).
+        """Set the log for quoting its errors: from now on its work on the task is logged at the end
+        of `path`, the rest in its own log as before (None: everything).
         """
         sizes = [
             log.stat().st_size if log is not None and log.exists() else 0
@@ -214,8 +213,8 @@ class TrainerProcess(ChildProcess):
             self._task_log = (path, sizes[0], sizes[1])
 
     def ended(self) -> bool:
-        """Return False while it runs, True once it has ended well. Raises TrainerError or
-        StorageError where it failed.
+        """Return False while it runs, True after a good end. Raises TrainerError or StorageError
+        after a failure.
         """
         returncode = self.poll()
         if returncode is None:
@@ -224,7 +223,7 @@ class TrainerProcess(ChildProcess):
             return True
         path = self.log_path
         before = ""
-        tail = self.log_tail(200)  # torchrun adds a page of its own to what a rank said
+        tail = self.log_tail(200)  # torchrun adds a page of its own to a rank's message
         if self._task_log is not None:
             log, start, own_start = self._task_log
             of_task = log_tail(log, start, 200)
@@ -248,7 +247,7 @@ class TrainerProcess(ChildProcess):
             raise StorageError(said[said.index("StorageError: ") + len("StorageError: ") :])
         full = full_disk(self.log_path)
         if full is not None:
-            raise full  # it could not even say so: its log lies there too
+            raise full  # it could not even report it: its log is on the same disk
         last_lines = "\n".join(tail.splitlines()[-30:])
         if returncode > 0:
             ending = f"exit code {returncode}"
@@ -256,7 +255,7 @@ class TrainerProcess(ChildProcess):
             ending = f"killed by signal {-returncode}"
         if returncode == -9:
             ending += ", perhaps for want of memory"
-        # What torchrun says of a process of its own; with several machines it may not know why
+        # Torchrun's report on one of its processes; with several machines it may not know why
         # another one's are gone.
         killed = returncode < 0 or re.search(r"Signal \d+ \(SIG", self.log_tail(200)) is not None
         kind = (
@@ -270,7 +269,7 @@ class TrainerProcess(ChildProcess):
         )
 
     def show(self, done: Callable[[], bool], *, pbar: bool, pbar_desc: str) -> None:
-        """Wait until `done`, with a bar that follows the microbatches."""
+        """Wait until `done`, showing a bar of the microbatches."""
         shown = pbar and sys.stderr.isatty()
         with tqdm(
             desc=pbar_desc, bar_format="{desc}: {elapsed}", leave=False, disable=not shown
@@ -281,12 +280,12 @@ class TrainerProcess(ChildProcess):
 
 
 def follow_progress(progress: Path, bar: "tqdm[Any]") -> None:
-    """Show the time until the recipe says how much there is to do, then a bar."""
+    """Show the elapsed time until the recipe reports its total, then a bar."""
     if bar.disable:
         return
     try:
         done, total = map(int, progress.read_text().split())
-    except (OSError, ValueError):  # not there yet, or just being written
+    except (OSError, ValueError):  # missing, or half-written
         if time.time() - bar.last_print_t > 0.5:
             bar.last_print_t = time.time()
             bar.refresh()

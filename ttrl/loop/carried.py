@@ -1,10 +1,9 @@
-"""Groups that an iteration has on disk: all of them (rollouts.jsonl), those that were finished
-before a kill (rollouts.partial.jsonl), or left by a token budget (unfinished.jsonl).
+"""Read an iteration's groups from disk: all of them (rollouts.jsonl), those finished before a kill
+(rollouts.partial.jsonl), or those left by a token budget (unfinished.jsonl).
 
-With `tokens_per_iteration`, an iteration samples at most so many new completion tokens. Groups that
-are not finished then wait in unfinished.jsonl, and the next iteration goes on with them before it
-takes new tasks. Their first tokens were sampled by an older policy: staleness is the number of
-iterations between it and the policy that samples now.
+`tokens_per_iteration` limits an iteration's new completion tokens. Unfinished groups then wait in
+unfinished.jsonl, and the next iteration continues them before it takes new tasks. An older policy
+sampled their first tokens: staleness is the number of iterations between it and the current policy.
 """
 
 import json
@@ -23,7 +22,7 @@ UNFINISHED_FILE = "unfinished.jsonl"
 
 
 def task_key(task_id: str, messages: list[Message]) -> str:
-    """Return what tells tasks apart: the same id may have other messages."""
+    """Return a task's key: the same id may have other messages."""
     return json.dumps([task_id, messages], sort_keys=True)
 
 
@@ -38,8 +37,8 @@ def num_tokens(group: TaskResult) -> int:
 
 
 def groups_of(iteration: IterationFolder, name: str = "rollouts.jsonl") -> list[TaskResult]:
-    """Return an iteration's groups as its file holds them. Raises RunFolderError where that was
-    changed or is gone.
+    """Return an iteration's groups from its file. Raises RunFolderError if it was changed or is
+    gone.
     """
     iteration.verify("rollouts")
     return list(
@@ -48,8 +47,8 @@ def groups_of(iteration: IterationFolder, name: str = "rollouts.jsonl") -> list[
 
 
 def carried_groups(previous: IterationFolder) -> list[TaskResult]:
-    """Return what an iteration left unfinished, in its order. Raises RunFolderError where the file
-    was changed or is gone.
+    """Return an iteration's unfinished groups, in its order. Raises RunFolderError if the file was
+    changed or is gone.
     """
     marker = previous.marker(RolloutsFacts)
     if marker is None or marker.unfinished is None:
@@ -58,9 +57,7 @@ def carried_groups(previous: IterationFolder) -> list[TaskResult]:
 
 
 def oldest_version(group: TaskResult, version: int) -> int:
-    """Return the oldest weights version of all tokens of the group; `version` where it has none
-    yet.
-    """
+    """Return the oldest weights version of the group's tokens; `version` if it has none yet."""
     tokens = [sample for sample in group.samples if sample.token_ids]
     return min(
         (min(sample.token_versions or [sample.weights_version]) for sample in tokens),
@@ -69,8 +66,8 @@ def oldest_version(group: TaskResult, version: int) -> int:
 
 
 def ready_to_continue(group: TaskResult, version: int) -> TaskResult:
-    """Return the group for sampling by `version`: samples without a token yet will be that
-    version's alone.
+    """Prepare a group for sampling by `version`: samples without tokens belong to this version
+    only.
     """
     for sample in group.samples:
         if is_unfinished(sample) and not sample.token_ids:
@@ -80,9 +77,7 @@ def ready_to_continue(group: TaskResult, version: int) -> TaskResult:
 
 
 def staleness(groups: Iterable[TaskResult], version: int) -> Staleness:
-    """Return how many iterations older than `version` the policies are that sampled the tokens:
-    mean and max.
-    """
+    """Return the mean and maximum age of the tokens, in iterations before `version`."""
     total = weighted = oldest = 0
     for sample in (sample for group in groups for sample in group.samples):
         count = len(sample.token_ids or ())
@@ -99,10 +94,10 @@ def staleness(groups: Iterable[TaskResult], version: int) -> Staleness:
 def kept_groups(
     partial: Path, tasks: Sequence[Task], n: int, version: int, carried: Sequence[TaskResult]
 ) -> dict[int, TaskResult]:
-    """Return the groups that an earlier process finished, by place in `tasks`; not those of other
-    tasks or another policy.
+    """Return an earlier process's finished groups, by place in `tasks`; leave out other tasks and
+    other policies.
 
-    The first `len(carried)` tasks are those of groups that were continued.
+    The first `len(carried)` tasks belong to continued groups.
     """
     kept = {}
     for row in read_jsonl(partial, key="position"):
@@ -129,7 +124,7 @@ def kept_groups(
 
 
 def continues(group: TaskResult, carried: TaskResult) -> bool:
-    """Return whether every sample begins with the tokens of the carried group's."""
+    """Return whether every sample begins with the tokens of its sample in `carried`."""
     pairs = zip(group.samples, carried.samples, strict=False)
     return all(
         (after.token_ids or [])[: len(before.token_ids or ())] == (before.token_ids or [])
@@ -138,7 +133,7 @@ def continues(group: TaskResult, carried: TaskResult) -> bool:
 
 
 def left_unfinished(groups: Sequence[TaskResult]) -> Unfinished:
-    """Count what a token budget left."""
+    """Count the groups, samples and tokens left by a token budget."""
     left = [group for group in groups if is_open(group)]
     return Unfinished(
         groups=len(left),
@@ -148,8 +143,8 @@ def left_unfinished(groups: Sequence[TaskResult]) -> Unfinished:
 
 
 def usage_of(groups: Mapping[int, TaskResult], carried: Sequence[TaskResult]) -> list[TaskUsage]:
-    """Return the tokens of groups, given by their places; what the first `len(carried)` had before
-    is not new.
+    """Return the tokens of groups, given by their places; earlier tokens of the first
+    `len(carried)` are not new.
     """
     usage = []
     for place, group in groups.items():

@@ -1,6 +1,4 @@
-"""Everything that can be known to be wrong with a run, found at once, before torch is loaded or a
-server started.
-"""
+"""Find all detectable problems of a run at once, before torch is loaded or a server started."""
 
 import functools
 from collections.abc import Sequence
@@ -27,9 +25,9 @@ def checked(
     problems: Sequence[str] = (),
     error: UserError | None = None,
 ) -> tuple[TrainConfig, list[Task], list[Task]]:
-    """Return what a run is given, checked, with `model` also whether its model can be had. Raises
-    ConfigError with all problems, and those that were found before (`error`: in making the tasks);
-    TaskError or ModelFolderError for one of those alone.
+    """Return a run's inputs, checked; with `model`, also check the model's availability. Raises
+    ConfigError with all problems, including earlier ones (`error`: from making the tasks);
+    TaskError or ModelFolderError for a single such error.
     """
     if not isinstance(config, TrainConfig):
         raise ConfigError(
@@ -49,7 +47,7 @@ def checked(
             return []
 
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    # Defaults stand in for what is wrong, and are not complained of.
+    # Defaults replace wrong values, and raise no complaints.
     config, found = TrainConfig.examine(values)
     problems = list(dict.fromkeys([*problems, *found]))
     said = "\n".join(problems)
@@ -92,7 +90,7 @@ def checked(
 
 
 def _loss_problems(config: TrainConfig) -> list[str]:
-    """Return what is wrong with the policy loss of another package. ttrl's own are right."""
+    """Return the problems of another package's policy loss. ttrl's own are right."""
     recipe = config.recipe_config({})
     if OBJECTIVES.is_own(recipe.objective):
         return []

@@ -1,4 +1,4 @@
-"""environment.json: what a run ran on, so that its numbers can be compared with another's."""
+"""Describe a run's environment in environment.json, to compare its numbers with other runs."""
 
 import importlib.metadata
 import os
@@ -34,8 +34,8 @@ def _version(package: str) -> str | None:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit of the checkout that holds `folder`, with "+changes" where files differ;
-    None outside of one.
+    """Return the commit of the checkout around `folder`, with "+changes" if files differ; None
+    outside a checkout.
     """
     try:
         commit, changes = (
@@ -50,7 +50,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, hardware and git commit; names neither the machine nor its user."""
+    """Return versions, hardware and git commit, but neither machine name nor user."""
     gpus = [gpu.name for gpu in devices_here()]
     return {
         "ttrl": __version__,

@@ -1,22 +1,21 @@
-"""The order of a run's phases, and which of them run at the same time.
+"""Run the phases of a run in order, some of them concurrently.
 
-Each policy, from the starting model on, has work that only it can do: it is validated, and it
-samples rollouts. Both go to the server together, as it serves one policy at a time; the server gets
-the next one when they are done.
+Each policy, from the starting model on, has its own work: its validation and its rollouts. Both go
+to the server together, as it serves one policy at a time; the server then gets the next one.
 
     policy i      = the checkpoint after iteration i
     its work      validate(i)   rollouts(i + 1)                          off_policy_steps 0
                   validate(i)   rollouts(i + 2); of policy 0 those of iterations 1 and 2      1
     policy i + 1  needs rollouts(i + 1), then pack(i + 1) and train(i + 1)
 
-So with off_policy_steps 0 the trainer waits for the rollouts of the policy that it will change;
-with 1 it works while policy i samples for the iteration after it. Which policy samples what is
-decided by numbers, never by what is done first, so a run that is continued after any end (a phase
-is done when its marker is there) does what it would have done anyway.
+With off_policy_steps 0 the trainer waits for the rollouts of the policy it will change; with 1 it
+works while policy i samples for the iteration after it. Iteration numbers decide each policy's
+samples, never timing. So a run continued after any end does the same as an uninterrupted one
+(a phase is done once its marker exists).
 
-The main thread prepares, packs, trains, and brings weights to the server. What the server is asked
-for runs in jobs, and so does what follows from a validation: the line of metrics, the report, the
-pruning of checkpoints.
+The main thread prepares, packs, trains, and brings weights to the server. Requests to the server
+run in jobs, as does the work after a validation: the line of metrics, the report, the pruning of
+checkpoints.
 """
 
 import functools
@@ -40,7 +39,7 @@ from ttrl.system.files import append_jsonl, write_json
 
 
 class Iterations:
-    """What is left to do of a run."""
+    """Run the remaining iterations of a run."""
 
     def __init__(self, phases: Phases, loggers: Loggers) -> None:
         self._loggers = loggers
@@ -49,17 +48,17 @@ class Iterations:
         self._folder = phases.folder
         self._console = phases.console
         self._rows: dict[int, MetricsRow] = {row.iteration: row for row in self._folder.metrics()}
-        # One that dies while nothing is asked of it is noticed here.
+        # Waiting also notices the death of an idle trainer.
         self._jobs = Jobs(phases.check_trainer)
         self._sampled: set[int] = set()
-        """Iterations whose rollouts are there."""
+        """Iterations with finished rollouts."""
         self._machine = MachineWatch()
         self._reached: int | None = None
-        """The iteration whose validation reached `stop_at`."""
+        """The first iteration to reach `stop_at` in validation."""
 
     def run(self) -> None:
-        """Run what is left, iteration after iteration. Raises what a phase raises; nothing runs any
-        more then.
+        """Run the remaining iterations in order. Raises a phase's errors, with nothing left
+        running.
         """
         numbers = range(self._config.iterations + 1)
         last = next(
@@ -108,17 +107,16 @@ class Iterations:
             self._jobs.close()
 
     def _start_trainer_and_server(self, number: int) -> None:
-        """Begin to start trainer and server concurrently with everything else. `number` is the
-        first iteration that is not finished."""
+        """Start trainer and server in the background. `number`: the first unfinished iteration."""
         folder = self._folder
         config = self._config
         numbers = range(max(1, number), config.iterations + 1)
         to_train = next((n for n in numbers if not folder.iteration(n).is_done("train")), None)
-        # There it loads for its first request, while no server starts.
+        # On a shared GPU the trainer loads for its first request, while no server starts.
         if to_train is not None and not config.shares_gpu:
             self._phases.start_trainer(to_train)
         if number == 0 and not folder.iteration(0).is_done("prepare"):
-            return  # `prepare` starts the server, as one of the first things
+            return  # `prepare` starts the server early
         if not folder.iteration(number).is_done("rollouts") and number > 0:
             self._phases.server.start(
                 folder.checkpoint(folder.written_version(config.policy_of_rollouts(number)))
@@ -139,8 +137,8 @@ class Iterations:
         if self._reached is not None:
             return self._jobs.close()
         self._phases.pack(number)
-        # The trainer may begin while the policy before it is still being validated, unless that may
-        # turn out to be the last one, or the server is in its way.
+        # The trainer may begin during the validation of the previous policy, unless the run may end
+        # there or the server is in the way.
         if self._config.stop_at is not None or self._config.server_stops:
             self._jobs.wait(lambda: number - 1 in self._rows)
             if self._reached is not None:
@@ -163,7 +161,7 @@ class Iterations:
             raise
 
     def _begin_validation_and_rollouts(self, number: int) -> None:
-        """Begin what the policy after iteration `number` has to do, and do not wait."""
+        """Begin the work of the policy after iteration `number`, without waiting."""
         rollouts = []
         for later in self._config.rollouts_of_policy(number):
             if later in self._rows or self._folder.iteration(later).is_done("rollouts"):
@@ -175,13 +173,13 @@ class Iterations:
         if validate or rollouts:
             self._phases.sync(number, "validate" if validate else "rollouts")
         validation = None
-        if finish:  # first, so that its requests are: it may end the run
+        if finish:  # first, to put its requests first: it may end the run
             validation = self._jobs.begin(
                 f"validation {number}", lambda: self._phases.validate(number)
             )
         if rollouts:
             self._jobs.begin(f"rollouts {rollouts[0]}", lambda: self._sample(rollouts))
-        self._phases.finish_saving(self._jobs.wait_for_all)  # beside all of that
+        self._phases.finish_saving(self._jobs.wait_for_all)  # concurrently with all of it
         if validation is not None:
             self._jobs.begin(
                 f"metrics {number}", functools.partial(self._finish, number, validation)
@@ -194,10 +192,10 @@ class Iterations:
             self._jobs.tell()
 
     def _finish(self, number: int, validation: PhaseJob) -> None:
-        """Write down what there is to say of iteration `number`, once its policy is validated."""
+        """Write the metrics and report of iteration `number`, once its policy is validated."""
         validation.thread.join()
         if validation.error is not None or self._phases.has_to_validate(number):
-            return  # the thread that waits for all will say why
+            return  # the thread waiting for all will say why
         row = metrics_row(self._folder.iteration(number))
         now = clock()
         if number not in self._resumed:  # all of it was done by this process

@@ -1,8 +1,7 @@
-"""Phases that run concurrently, each in a thread of its own, begun, waited for and ended by one
-thread.
+"""Run phases concurrently, each in its own thread; one thread begins, awaits and ends them.
 
-Python tells only the main thread of Ctrl-C, so that one waits here or trains, and ends the others.
-A job that samples is ended by its Cancellation; between two rounds of sampling nothing takes long.
+Python reports Ctrl-C only to the main thread. So the main thread waits here or trains, and ends the
+others. A Cancellation ends a sampling job; between two rounds of sampling nothing takes long.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ from ttrl.system.coroutines import Cancellation
 
 
 class PhaseJob:
-    """One thread's work. `done` once it has ended in any way."""
+    """Run one job in a thread; set `done` however it ends."""
 
     def __init__(self, name: str, work: Callable[[], None], changed: threading.Condition) -> None:
         self.done = False
@@ -27,11 +26,12 @@ class PhaseJob:
         try:
             self._work()
         except asyncio.CancelledError as raised:
-            # By something inside of it: whoever waits for what it makes must not wait for ever.
+            # Cancelled from inside: raise an error, or the threads waiting for its results would
+            # hang.
             if not self.cancellation.asked:
                 error = RuntimeError(f"{self.thread.name}: cancelled, and nobody had asked for it")
                 error.__cause__ = raised
-        except BaseException as raised:  # noqa: BLE001 - raised again in the thread that waits
+        except BaseException as raised:  # noqa: BLE001 - raised again in the waiting thread
             error = raised
         with self._changed:
             self.error = error
@@ -40,8 +40,8 @@ class PhaseJob:
 
 
 class Jobs:
-    """All jobs of a run. `look` is called now and then by the thread that waits, and may raise to
-    end the wait.
+    """Manage all jobs of a run. The waiting thread calls `look` now and then; it may raise to end
+    the wait.
     """
 
     def __init__(self, look: Callable[[], None] = lambda: None) -> None:
@@ -50,21 +50,19 @@ class Jobs:
         self._jobs: list[PhaseJob] = []
 
     def begin(self, name: str, work: Callable[[], None]) -> PhaseJob:
-        """Run `work` in a thread of that name."""
+        """Run `work` in a thread with this name."""
         job = PhaseJob(name, work, self._changed)
         self._jobs.append(job)
         job.thread.start()
         return job
 
     def tell(self) -> None:
-        """Say that something that `wait` may wait for has changed."""
+        """Wake the waiting thread after a change."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Wait until `until()` is true. Raises what any job raised, of several the one that was
-        begun first.
-        """
+        """Wait until `until()` is true. Raises any job's error; of several, the earliest job's."""
         with self._changed:
             while True:
                 for job in self._jobs:
@@ -73,15 +71,15 @@ class Jobs:
                 if until():
                     break
                 self._look()
-                self._changed.wait(0.5)  # a signal that another thread got is seen when we wake
+                self._changed.wait(0.5)  # another thread's signal is only seen after a wake-up
             self._jobs = [job for job in self._jobs if not job.done]
 
     def wait_for_all(self) -> None:
-        """Wait until no job runs. Raises as `wait`."""
+        """Wait until no job runs. Raises like `wait`."""
         self.wait(lambda: all(job.done for job in self._jobs))
 
     def close(self) -> None:
-        """End all jobs and wait for them; what they raise is not raised here."""
+        """End all jobs and wait for them; ignore their errors."""
         for job in self._jobs:
             job.cancellation.cancel()
         for job in self._jobs:

@@ -1,8 +1,8 @@
-"""What the machine was used for: CPU, memory, and NVIDIA's counters of each GPU (NVML), while a run
-sampled and trained.
+"""Measure the machine's use while a run samples and trains: CPU, memory, and NVIDIA's counters of
+each GPU (NVML).
 
-The whole machine is looked at once a second, whoever uses it; of GPUs those that this process may
-see.
+One look a second covers the whole machine, with all its users, and the GPUs visible to this
+process.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from ttrl.system.console import clock
 from ttrl.system.gpus import visible_handles
 
 SECONDS = 1.0
-"""Between two looks."""
+"""Time between two looks."""
 _GIVEN_UP_BY = 5.0
 
 
 @dataclass(frozen=True)
 class Look:
-    """What one look saw. Shares are of the time since the look before."""
+    """One look at the machine. Shares cover the time since the previous look."""
 
     moment: float
-    """By `clock`, in the middle of that time."""
+    """By `clock`, in the middle of the covered time."""
     cpu: float
-    """Share of all cores that worked."""
+    """Busy share of all cores."""
     memory: float
     """Bytes in use."""
     gpus: tuple[GpuUse, ...] = ()
 
 
 class MachineWatch:
-    """Looks at the machine in a thread of its own."""
+    """Look at the machine in a separate thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,10 +53,11 @@ class MachineWatch:
 
     def end(self) -> None:
         self._over.set()
-        self._thread.join(_GIVEN_UP_BY)  # a driver that hangs must not keep a run from ending
+        self._thread.join(_GIVEN_UP_BY)  # a hanging driver must not keep a run from ending
 
     def take(self, timeline: Timeline, until: float) -> MachineUse:
-        """Return the means of all looks up to a moment, by what the run did, and forget them."""
+        """Return the means of all looks up to a moment, by the run's activity, and forget the
+        looks."""
         with self._lock:
             looks = [look for look in self._looks if look.moment <= until]
             self._looks = self._looks[len(looks) :]
@@ -106,7 +107,7 @@ def _gpu_means(looks: Sequence[GpuUse]) -> GpuUse:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are there."""
+    """Return the mean of the known values."""
     known = [value for value in values if value is not None]
     if known:
         return statistics.fmean(known)
@@ -114,7 +115,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _look_at_gpu(handle: Any) -> GpuUse:
-    """Return what one GPU says of itself; what it does not support is left out."""
+    """Return one GPU's own figures, without those it does not support."""
     busy = watts = memory = None
     with contextlib.suppress(pynvml.NVMLError):
         busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100

@@ -24,11 +24,10 @@ def pack(
     model: Path,
     tokenizer: Any,
 ) -> None:
-    """Write packed.safetensors and the marker. Groups whose rewards are all equal teach nothing;
-    they are counted and left out, unless the recipe rewards single tokens
-    (`GRPOConfig.rewards_tokens`).
+    """Write packed.safetensors and the marker. Groups with equal rewards teach nothing; they are
+    counted and left out, unless the recipe rewards single tokens (`GRPOConfig.rewards_tokens`).
 
-    So is what else happened to the rewards, in the marker's "groups" and "advantages": see
+    The marker's "groups" and "advantages" count all other changes to the rewards: see
     `ttrl.data.advantages.Advantages`.
     """
     began = clock()

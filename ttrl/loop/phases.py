@@ -1,14 +1,14 @@
-"""The phases of an iteration. Each looks for its marker first, does its work, and leaves the marker
+"""Run the phases of an iteration. Each looks for its marker, does its work, and leaves the marker
 last.
 
 prepare     (iteration 0) the starting model, linked, and its canary: checkpoint/
-rollouts    samples, graded; with a token budget, those to continue: rollouts.jsonl,
+rollouts    graded samples, and unfinished ones with a token budget: rollouts.jsonl,
             unfinished.jsonl
 pack        advantages and packed tensors: packed.safetensors
-train       the recipe, in a process of its own: checkpoint/ state/ train.jsonl
+train       the recipe, in its own process: checkpoint/ state/ train.jsonl
 validate    held-out tasks under the new policy: validation.jsonl
 
-In which order they run, and which of them at the same time: `ttrl.loop.iterations`.
+Their order and concurrency: `ttrl.loop.iterations`.
 """
 
 import contextlib
@@ -78,14 +78,14 @@ logger = logging.getLogger(__name__)
 
 _POLICY = ("checkpoint", "state")
 BroughtIn: TypeAlias = tuple[float, Sync | None]
-"""The seconds that it took to bring a policy to the servers, and how; (0, None) where another
-phase did it."""
+"""Seconds spent to bring a policy to the servers, and the transfer; (0, None) if another phase did
+it."""
 _AGAIN = "trainer/again"
-"""Where an iteration that is trained again writes what is known of it already."""
+"""Output folder of a retrained iteration; its results are known already."""
 
 
 class Phases:
-    """What one run does in each phase."""
+    """Run each phase of one run."""
 
     def __init__(
         self,
@@ -108,20 +108,18 @@ class Phases:
         self.console = console
         self.trainer = trainer or Trainer(config, folder, console)
         self._deaths = 0
-        """Of the trainer, since it last finished an iteration."""
+        """Trainer deaths since it last finished an iteration."""
         self._unsaved: tuple[int, float, float] | None = None
-        """The iteration whose files are still being written, and when its training began and ended.
-        """
+        """The iteration with files still being written, and the begin and end of its training."""
         self.stream = TaskStream(config, folder, self.tasks)
         self.timeline = Timeline()
         self._sampler = Sampler(config, server, console, self.timeline, workers)
         self._tokenizer: Any = None
         self._loading = threading.Lock()
         self._synced: tuple[int, dict[str, BroughtIn]] | None = None
-        """The iteration whose policy is at the server, and what the marker of a phase says of that.
-        """
+        """The iteration of the served policy, and the transfer for each phase's marker."""
         self._sampled: dict[int, list[TaskResult]] = {}
-        """By iteration, what this process sampled and has not packed yet."""
+        """By iteration, groups sampled by this process and not packed yet."""
 
     def anything_done(self, number: int) -> bool:
         """Return whether an earlier process finished a phase of this iteration."""
@@ -130,9 +128,9 @@ class Phases:
     # Iteration 0
 
     def prepare(self) -> None:
-        """Link the starting model as iteration 0's checkpoint, and have the trainer make its canary
-        while the server starts; but where they share a GPU, the server starts when the trainer is
-        done and has parked.
+        """Link the starting model as iteration 0's checkpoint. The trainer makes its canary while
+        the server starts; on a shared GPU, the server starts after the trainer is done and has
+        parked.
         """
         iteration = self.folder.iteration(0)
         if iteration.is_done("prepare"):
@@ -145,7 +143,7 @@ class Phases:
             "a minute "
             f"(logs: {self.folder.path / 'logs'})"
         )
-        model_files(self.model)  # raises where its links lead elsewhere
+        model_files(self.model)  # raises if its links lead elsewhere
         with atomic_folder(iteration.path / "checkpoint") as temporary:
             for path in sorted(self.model.iterdir()):
                 if path.is_file() and path.name != CANARY_FILE:
@@ -193,8 +191,8 @@ class Phases:
     # Sampling
 
     def sync(self, number: int, recorded_by: str) -> None:
-        """Bring the policy after iteration `number` to the server, for phases that will share it;
-        the marker of `recorded_by`, one of them, says what that took."""
+        """Bring the policy after iteration `number` to the server, for several phases; the marker
+        of `recorded_by`, one of them, records the cost."""
         began = clock()
         self._synced = None
         version = self.folder.policy_version(number)
@@ -204,9 +202,8 @@ class Phases:
         self._synced = number, {recorded_by: (clock() - began, sync)}
 
     def _sync(self, version: int) -> Sync | None:
-        """Bring a policy to the server: out of the trainer's memory, which it has to be brought
-        into again where no file has it and the trainer is another one; from files where no server
-        can take it from there.
+        """Bring a policy to the server: from the trainer's memory, or from files if no server can
+        take it from there. A new trainer first rebuilds a policy without files.
         """
         checkpoint = self.folder.checkpoint(version)
         if self._has_files(version):
@@ -228,26 +225,26 @@ class Phases:
     def _bring(
         self, checkpoint: Path, handover: Handover | None = None, start_from: Path | None = None
     ) -> Sync | None:
-        """Have the servers compute with a policy: see `PolicyServer.serve`."""
+        """Load a policy into the servers: see `PolicyServer.serve`."""
         said = self.server.serve(checkpoint, handover, start_from)
         return None if said is None else read_facts(Sync, said)
 
     def _has_files(self, version: int) -> bool:
-        """Return whether a policy's checkpoint is there, or being written."""
+        """Return whether a policy's checkpoint exists or is being written."""
         is_held_out = version in self.folder.held and self.trainer.handover(version) is not None
         return (is_held_out and self.trainer.holding != version) or self.folder.written_version(
             version
         ) == version
 
     def _serve(self, number: int, phase: str) -> BroughtIn:
-        """Bring the policy to the server; return what the phase's marker says of that."""
+        """Bring the policy to the server; return the transfer for the phase's marker."""
         if self._synced is None or self._synced[0] != number:
             self.sync(number, phase)
         assert self._synced is not None
         return self._synced[1].pop(phase, (0.0, None))
 
     def rollouts(self, number: int) -> None:
-        """Sample the iteration's tasks from the policy whose turn it is, and grade them."""
+        """Sample the iteration's tasks from the policy due, and grade them."""
         iteration = self.folder.iteration(number)
         if iteration.is_done("rollouts"):
             return
@@ -343,9 +340,7 @@ class Phases:
         )
 
     def ask_server(self) -> Callable[[str], Any] | None:
-        """Return what GETs a path of the server and returns its JSON answer; None where no server
-        runs.
-        """
+        """Return a function to GET a path of the server as JSON; None without a running server."""
         try:
             self.server.check()
         except ServerError:
@@ -395,8 +390,8 @@ class Phases:
     def _flops(
         self, results: TaskResults, began: float, carried: Sequence[TaskResult] = ()
     ) -> SampledFlops:
-        """Return what the servers computed for a phase that has just been sampled; per second with
-        what they did for other phases meanwhile.
+        """Return the servers' FLOPs for a phase just sampled; the rate includes their concurrent
+        work for other phases.
         """
         config = self.config
         reads = sampled_reads(list(results), carried, shared=config.shares_prompts)
@@ -434,8 +429,8 @@ class Phases:
         )
 
     def start_trainer(self, number: int) -> None:
-        """Let a resident trainer start and load what iteration `number` is trained from, while the
-        caller does other things.
+        """Start a resident trainer and load the policy for training iteration `number`, in the
+        background.
         """
         config = self.recipe_config(number)
         if not Path(config["model"], "config.json").is_file():  # iteration 0 has not been prepared
@@ -459,23 +454,22 @@ class Phases:
         self._rest_server()
         self._ask_trainer(number, {})
         self._unsaved = number, began, clock()
-        # The cache goes by what the files hold.
+        # The cache depends on the files' content.
         if self.trainer.handover(number) is None or self.config.cache:
             self.finish_saving()
         else:
             self.folder.held.add(number)
 
     def _rest_server(self) -> None:
-        """Have the server give its memory to the trainer, where that is agreed."""
+        """Free the server's memory for the trainer, if configured (`server_stops`)."""
         if self.config.server_stops:
             self._synced = None
             self.server.rest()
 
     def finish_saving(self, wait_for_others: Callable[[], None] = lambda: None) -> None:
-        """Wait until checkpoint and state of the last training are on disk, or the trainer has them
-        for good, and mark it as done where that was not done before. A trainer that was killed
-        meanwhile trains it again, to the same bits; on GPUs that it shares with the server, after
-        `wait_for_others`, who use that.
+        """Wait until the last training is on disk, or in the trainer's memory for good; mark it as
+        done. A killed trainer retrains it, to the same bits; on GPUs shared with the server, only
+        after `wait_for_others`, the server's users.
         """
         if self._unsaved is None:
             return
@@ -506,7 +500,7 @@ class Phases:
         self._deaths = 0
 
     def write(self, number: int) -> None:
-        """Write the policy after iteration `number`, and its state, where that was not done
+        """Write the policy after iteration `number`, and its state, unless written already
         (`save_every`).
         """
         version = self.folder.policy_version(number)
@@ -520,9 +514,9 @@ class Phases:
             iteration.mark(facts, _POLICY, _known_digests(iteration.path))
 
     def _ask_trainer(self, number: int, changes: dict[str, Any] | None) -> None:
-        """Have the trainer do what the recipe's config of an iteration says, with `changes`; None:
-        only hold what it starts from. One that was killed is started again, and trains again what
-        no file has. Raises TrainerError, StorageError.
+        """Run the trainer on an iteration's recipe config with `changes`; None: only hold the
+        starting policy. A killed trainer is restarted and retrains every policy without files.
+        Raises TrainerError, StorageError.
         """
         if self.config.shares_gpu:
             self._rest_server()
@@ -538,8 +532,8 @@ class Phases:
                 self._count_death(error)
 
     def _lost(self, number: int) -> list[int]:
-        """Return the iterations that have to be trained again before the trainer has, or finds, the
-        policy after `number`.
+        """Return the iterations to retrain before the trainer has, or finds, the policy after
+        `number`.
         """
         if number <= 0 or self._has_files(version := self.folder.policy_version(number)):
             return []
@@ -550,8 +544,8 @@ class Phases:
         return lost
 
     def _train_again(self, number: int) -> None:
-        """Train an iteration, whose weights and state no file has, from the same inputs to the same
-        bits. Of what it left, nothing is touched."""
+        """Retrain an iteration without saved weights and state, from the same inputs to the same
+        bits. Leave its other files untouched."""
         self.console.line(
             f"note: training iteration {number} again, whose weights were not written (save_every)"
         )
@@ -560,7 +554,7 @@ class Phases:
         self._ask_once(
             number, self.recipe_config(number) | {"output_dir": str(folder), "save": False}
         )
-        if self.trainer.holding != number:  # it could not hold them out, and wrote them
+        if self.trainer.holding != number:  # it could not keep them in memory, and wrote them
             for name in _POLICY:
                 remove_folder(iteration.path / name)
                 os.replace(folder / name, iteration.path / name)
@@ -570,7 +564,7 @@ class Phases:
         folder = Path(recipe_config["output_dir"])
         if recipe_config["packed"]:
             (folder / "train.jsonl").unlink(missing_ok=True)
-        for name in _POLICY:  # half a checkpoint is as large as a whole one, and of no use
+        for name in _POLICY:  # half a checkpoint is as large as a whole one, and useless
             with contextlib.suppress(OSError):
                 remove_leftovers(folder, name)
         self.trainer.make_checkpoint(number, recipe_config)
@@ -583,9 +577,8 @@ class Phases:
             )
 
     def check_trainer(self) -> None:
-        """Notice a resident trainer that has died while nothing was asked of it; the next iteration
-        starts another one. Raises TrainerError where it failed for a reason that another start
-        would not mend.
+        """Notice the death of an idle resident trainer; the next iteration starts another one.
+        Raises TrainerError if a restart would not fix the failure.
         """
         try:
             self.trainer.check()
@@ -593,8 +586,8 @@ class Phases:
             self._count_death(error)
 
     def _count_death(self, error: TrainerDiedError) -> None:
-        """Count a death; one of a trainer that waited counts for the iteration that it waited for.
-        Raises the error where it was one too many."""
+        """Count a death; a waiting trainer's counts for the iteration it waited for. Raises the
+        error for one death too many."""
         self._deaths += 1
         if self._deaths > self.config.trainer_restarts:
             raise error
@@ -604,7 +597,7 @@ class Phases:
         )
 
     def recipe_config(self, number: int) -> dict[str, Any]:
-        """Return what the recipe is given in an iteration."""
+        """Return the recipe's config for an iteration."""
         config = self.config
         iteration = self.folder.iteration(number)
         version = self.folder.policy_version(number - 1)
@@ -644,8 +637,8 @@ def _sampled_how(temperature: float, tasks: int, n: int) -> str:
 
 
 def _estimates(results: TaskResults, judged_by: str, n: int) -> dict[str, Estimate]:
-    """Estimate the reward, each metric and, of n > 1 samples of a task, "pass@n": that `judged_by`
-    is 1 for at least one of them. Left out of "pass@n" are tasks of which a sample failed."""
+    """Estimate the reward, each metric and, for n > 1 samples of a task, "pass@n": `judged_by` is 1
+    for at least one of them. Tasks with a failed sample are left out of "pass@n"."""
     tasks: list[tuple[str, str]] = []
     scores: list[list[dict[str, float]]] = []
     for group in results:
@@ -667,7 +660,7 @@ def _estimates(results: TaskResults, judged_by: str, n: int) -> dict[str, Estima
 
 
 def _known_digests(iteration: Path) -> dict[str, str]:
-    """Return what the trainer says of the large files that it has just written
+    """Return the trainer's digests of its newly written large files
     (`ttrl.training.models.weights.write_tensors`).
     """
     known: dict[str, str] = {}
@@ -682,8 +675,8 @@ def _known_digests(iteration: Path) -> dict[str, str]:
 
 
 def _canary_made_in(path: Path) -> tuple[str, int | None] | None:
-    """Return dtype and context of a canary that lies in the starting model's folder; None where
-    there is none, or one in half precision that does not say what that costs."""
+    """Return dtype and context of a canary in the starting model's folder; None without one, or for
+    a half-precision canary without its measured cost."""
     try:
         content = json.loads(path.read_text())
         known = content["dtype"] == "float32" or content["half_precision"]

@@ -1,10 +1,8 @@
-"""A probe for a plan: the loop itself, with the server, trainer and tasks of a config, for a few
-iterations.
+"""Probe a plan: run the loop with a config's server, trainer and tasks for a few iterations.
 
-It runs in a folder that is removed afterwards, with fewer tasks where a whole iteration would take
-long. Its lengths, its share of groups with a signal and its seconds go into the plan, scaled to
-whole iterations by the number of tasks. Phases of an iteration are therefore those that the loop
-really has, whatever they share.
+The probe's folder is temporary. It takes fewer tasks if a whole iteration would take long. Its
+lengths, its share of groups with a signal and its seconds go into the plan, scaled to whole
+iterations by the number of tasks. So the plan has the loop's real phases, including their overlap.
 """
 
 import dataclasses
@@ -30,8 +28,8 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.tasks.task import Task
 
 PROBE_SECONDS = 90.0
-"""Roughly how long a probe samples and trains, after its server has started."""
-_ITERATIONS = 4  # of a probe; the first and the last one are not counted
+"""Approximate time of sampling and training in a probe, after its server has started."""
+_ITERATIONS = 4  # of a probe; the first and the last do not count
 _FEWEST_TASKS = 4
 _LOOK_SECONDS = 0.1  # between looks at the memory of processes
 _MADE_UP_TASKS = 64
@@ -44,8 +42,8 @@ def probe(
     tasks: list[Task],
     validation_tasks: list[Task],
 ) -> Probed:
-    """Run a probe. made: the rough plan, by which the probe is given its size. Raises UserError,
-    and whatever a run raises.
+    """Run a probe. made: the rough plan, to size the probe. Raises UserError, and any error of a
+    run.
     """
     changes: dict[str, Any] = {}
     if not tasks:
@@ -117,8 +115,8 @@ def _scaled(
     scale: float,
     held_out_scale: float,
 ) -> dict[str, Seconds]:
-    """Scale seconds to whole iterations. What does not grow with the number of tasks stays: syncs,
-    starts, saving.
+    """Scale seconds to whole iterations. Syncs, starts and saving do not grow with the number of
+    tasks.
     """
     scaled = dict(seconds)
     before = _sum(seconds)
@@ -145,7 +143,7 @@ def _sum(seconds: Mapping[str, Seconds]) -> float:
 
 
 def _saving(rows: Sequence[MetricsRow]) -> float:
-    """Return the seconds of an iteration's training that do not grow with its tasks."""
+    """Return the part of an iteration's training seconds independent of its number of tasks."""
     parts = [row.train.seconds_by_part for row in rows if row.train.seconds_by_part]
     found = [part.get("checkpoint", 0.0) for part in parts]
     return sum(found) / len(found) if found else 0.0
@@ -154,8 +152,8 @@ def _saving(rows: Sequence[MetricsRow]) -> float:
 def _made_up_tasks(
     config: TrainConfig, assumptions: Assumptions, made: Plan
 ) -> tuple[list[Task], dict[str, Any]]:
-    """Make tasks whose prompts have about the planned length, with rewards that differ within each
-    group; and settings that make every completion as long as the assumed mean."""
+    """Make tasks with prompts of about the planned length and different rewards within each group;
+    and settings to make every completion as long as the assumed mean."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.model)
@@ -177,14 +175,14 @@ def _made_up_tasks(
 
 
 def _alternating() -> Callable[[Any], float]:
-    """Return a grader for one task, whose samples therefore differ in reward whatever they say."""
+    """Return a grader for one task, with alternating rewards for any samples."""
     count = itertools.count()
     return lambda choice: float(next(count) % 2)
 
 
 class ProcessMemory:
-    """Watches the resident memory of what this process starts, in a thread: "trainer", "server",
-    the highest sum of each.
+    """Record the peak resident memory of child processes, in a thread: the highest sum each for
+    "trainer" and "server".
     """
 
     def __init__(self) -> None:

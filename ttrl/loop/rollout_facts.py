@@ -1,4 +1,4 @@
-"""What an iteration's rollouts say about learning: endings, failures, repetitions, lengths. Counted
+"""Count signs of learning in an iteration's rollouts: endings, failures, repetitions, lengths. Done
 once, while packing.
 """
 
@@ -59,16 +59,16 @@ def rollout_figures(groups: Sequence[TaskResult], *, stops_early: bool = False) 
 def sampled_reads(
     groups: Sequence[TaskResult], carried: Sequence[TaskResult] = (), *, shared: bool = False
 ) -> list[tuple[int, int, int]]:
-    """Return (tokens of the prompt, how many of them the server did not compute, tokens generated)
-    of each answer that a server gave, for `ttrl.costs.flops.sampling_flops`. carried: as the first
-    groups were before, whose samples went on from there.
+    """Return (prompt tokens, prompt tokens not computed by the server, generated tokens) of each
+    answer from a server, for `ttrl.costs.flops.sampling_flops`. carried: the first groups' earlier
+    state, continued here.
 
-    Of samples that one request asked for, the server says how much of the prompt its prefix cache
-    knew for one alone, the last to finish. So the first of a group is taken to have read all of the
-    prompt, and the others what the cache did not know; with `shared`, nothing, as our servers on
-    CPUs compute such prompts once (`ttrl.vllm_worker.shared_prompts`). Where the samples of a group
-    were asked for one by one, each has its own count. Not seen: what was generated for requests
-    that failed, canaries, and what vLLM computed again after it had run out of cache.
+    For samples of one request, the server reports the prefix cache's share of the prompt only once,
+    for the last to finish. So the first of a group counts as reading the whole prompt, and the
+    others as reading the uncached part; with `shared`, nothing, as our servers on CPUs compute such
+    prompts once (`ttrl.vllm_worker.shared_prompts`). If samples of a group were requested one by
+    one, each has its own count. Not seen: tokens of failed requests, canaries, and tokens vLLM
+    computed again after running out of cache.
     """
     reads = []
     for place, group in enumerate(groups):
@@ -137,9 +137,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _within_groups(groups: Sequence[Sequence[Sample]]) -> float | None:
-    """Return Pearson's correlation of reward and length after each group's means were taken
-    away.
-    """
+    """Return Pearson's correlation of reward and length, after subtracting each group's means."""
     rewards = []
     lengths = []
     for group in groups:

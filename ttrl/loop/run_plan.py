@@ -1,6 +1,4 @@
-"""`plan(config, tasks)`: what a run will take, before it is made; with `probe=True`, measured in a
-short run of the same kind.
-"""
+"""Plan a run with `plan(config, tasks)`; with `probe=True`, measure it in a short similar run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,18 +28,17 @@ def plan(
     recipe_only: bool = False,
     run: Path | None = None,
 ) -> Plan:
-    """Plan a run; `print` it, or take `to_dict()`.
+    """Plan a run; `print` the plan, or take its `to_dict()`.
 
-    tasks: their prompts are counted. Without tasks, lengths are assumed (`assumptions`), or, with
-        `run`, a folder in which iterations lie already, those that came out.
-    gpu: the kind of GPU that the run is planned for, such as "H100", or several, "8xH100"; None:
-        this machine.
-    probe: makes a short run first, which starts a server and a trainer. Without tasks it asks for
+    tasks: their prompts are counted. Without tasks, lengths are assumed (`assumptions`), or taken
+        from the iterations in the folder `run`.
+    gpu: the kind of GPU for the run, such as "H100", or several, "8xH100"; None: this machine.
+    probe: first make a short run with a server and a trainer. Without tasks it asks for
         completions of the assumed length to made-up prompts.
     price_per_hour: of the machine, in any currency.
-    recipe_only: plans the trainer alone, as for a config of `recipe_configs/`.
+    recipe_only: plan only the trainer, as for a config of `recipe_configs/`.
 
-    Raises ConfigError, ModelFolderError, UserError; with `probe`, whatever a run raises.
+    Raises ConfigError, ModelFolderError, UserError; with `probe`, any error of a run.
     """
     options: dict[str, Any] = {
         "gpu": gpu,

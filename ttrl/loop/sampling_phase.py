@@ -1,6 +1,4 @@
-"""Samples tasks from the run's server: what is there already is not sampled again, and what comes
-is kept as it comes.
-"""
+"""Sample tasks from the run's server; keep finished groups, and never sample them again."""
 
 import dataclasses
 import logging
@@ -29,19 +27,18 @@ from ttrl.weights.policy_server import MAX_DOWNTIME, PolicyServer
 logger = logging.getLogger(__name__)
 
 Workers: TypeAlias = Callable[[Sequence[Endpoint]], Sequence[tuple[Worker, Client]]]
-"""Given the servers, returns the sampling workers with the servers of each."""
+"""Return the sampling workers, each with its servers, for the given servers."""
 
 
 class FinishedGroups:
-    """Writes groups to a file as they are finished, for a process after ours; a context manager
-    around the sampling.
+    """Write finished groups to a file for a later process; a context manager around the sampling.
 
-    A thread of its own writes, so that no fsync holds up the sampling; at the end, everything that
-    was handed over is written.
+    A separate thread writes, to keep fsync out of the sampling. At the end, every added group is
+    written.
     """
 
     def __init__(self, path: Path | None, places: Sequence[int]) -> None:
-        """path: the file; None writes nothing. places: in the iteration, of the call's tasks."""
+        """path: the file; None writes nothing. places: of the call's tasks in the iteration."""
         self._path = path
         self._places = places
         self._rows: deque[bytes] = deque()
@@ -63,8 +60,8 @@ class FinishedGroups:
                 write.result()
 
     def add(self, group: TaskResult) -> None:
-        """Hand over a group that a call of `get_task_results` is done with. Does not wait."""
-        # A group without any grade is sampled again, so that a grader that failed can be put right.
+        """Add a group finished in a call of `get_task_results`. Does not wait."""
+        # Sample a group without any grade again: the failed grader may be repaired by then.
         if self._path is not None and group.graded and not is_open(group):
             if group.prepared is not None:
                 lines = group.prepared.lines
@@ -75,20 +72,20 @@ class FinishedGroups:
             self._writes.append(self._writer.submit(self._write))
 
     def _write(self) -> None:
-        """Write all that waits, with one fsync."""
+        """Write all waiting groups, with one fsync."""
         rows = [self._rows.popleft() for _ in range(len(self._rows))]
         if self._path is None or not rows:
             return
         try:
             append_jsonl(self._path, *rows)
-        # A full disk; what is finished now would only have to be sampled again.
+        # A full disk; groups finished now would only have to be sampled again.
         except TtrlError as error:
             logger.warning("finished groups could not be kept: %s", error)
             self._path = None
 
 
 class Sampler:
-    """Turns tasks into graded groups. May be used by several threads at once."""
+    """Turn tasks into graded groups. Safe to use from several threads at once."""
 
     def __init__(
         self,
@@ -98,8 +95,8 @@ class Sampler:
         timeline: Timeline,
         workers: Workers | None = None,
     ) -> None:
-        """workers: gives the sampling workers their servers, where there are any; they do all of it
-        then.
+        """workers: returns the sampling workers and their servers, if any; they then do all
+        sampling.
         """
         self._config = config
         self._server = server
@@ -108,9 +105,9 @@ class Sampler:
         self._workers = workers
 
     def request(self, what: str, *, n: int, temperature: float, version: int) -> SamplingRequest:
-        """Return a request to the policy at the server, as the run samples.
+        """Return a request to the policy at the server, with the run's sampling settings.
 
-        what: in the progress line. version: of the policy.
+        what: text for the progress line. version: of the policy.
         """
         config = self._config
         log = Path(config.run, "logs", "requests.jsonl")
@@ -144,13 +141,13 @@ class Sampler:
     ) -> TaskResults:
         """Sample tasks from the running server.
 
-        partial: the file that keeps finished groups; those that lie there are not sampled again.
+        partial: the file for finished groups; groups already in it are not sampled again.
         budget: new completion tokens; as many again while no group is finished.
         carried: the groups to continue, those of the first tasks.
-        known: what a call for the first of these tasks returned.
+        known: results of an earlier call for the first of these tasks.
 
-        Raises ServerDiedError where the server is gone, ServerError, GraderError or RolloutError
-        where every sample failed.
+        Raises ServerDiedError if the server is gone; ServerError, GraderError or RolloutError if
+        every sample failed.
         """
         done = dict(enumerate(known or ()))
         kept: dict[int, TaskResult] = {}
@@ -181,7 +178,7 @@ class Sampler:
                     ),
                 )
             if any(sample.finish_reason is None for sample in fresh.samples):
-                self._server.check()  # says why, where the server is gone
+                self._server.check()  # names the cause, if the server is gone
             done.update(zip(missing, fresh, strict=True))
             if not all(map(is_open, done.values())):
                 break
@@ -190,7 +187,7 @@ class Sampler:
             left = budget
         seconds: float | None = clock() - began
         if kept:
-            # Tokens that an earlier process sampled took their time there.
+            # An earlier process spent the time for these tokens.
             seconds = None
         if known is not None:
             before = known.stats.seconds

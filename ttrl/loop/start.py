@@ -1,6 +1,4 @@
-"""`train` as users know it: checks everything, says what it is about to do, and loads what takes
-seconds to load only then.
-"""
+"""Provide the public `train`: check everything, announce the run, then load slow modules."""
 
 import os
 from collections.abc import Sequence
@@ -36,16 +34,15 @@ def train(
 
     validation_tasks: held out, never trained on; each policy is asked them.
     quiet: say nothing on standard output.
-    allow_changes: names of settings, such as "training.lr", that may differ from those that the run
-        was begun with; or "all".
-    take_over: continue the run although its owner, which gives no sign of life, is on another
-        machine.
-    redo: throw away this iteration, at which a run ended with DriftError, and all after it, and do
-    them again. (From a shell: TTRL_ALLOW_CHANGES=training.lr, TTRL_TAKE_OVER=1, TTRL_REDO=5.)
+    allow_changes: names of settings, such as "training.lr", allowed to differ from the values the
+        run began with; or "all".
+    take_over: continue the run although its owner is on another machine and gives no sign of life.
+    redo: discard this iteration, ended by DriftError, and all after it, and do them again. (From a
+        shell: TTRL_ALLOW_CHANGES=training.lr, TTRL_TAKE_OVER=1, TTRL_REDO=5.)
 
-    Raises ConfigError and TaskError for what is wrong with the arguments, before anything expensive
-    starts; ModelFolderError, RunFolderError, ServerError, TrainerError, DriftError and StorageError
-    later. Whatever was finished stays, and nothing is left running.
+    Raises ConfigError and TaskError for wrong arguments, before anything expensive starts;
+    ModelFolderError, RunFolderError, ServerError, TrainerError, DriftError and StorageError later.
+    Finished work stays, and nothing is left running.
     """
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks)
     console = Console(quiet=quiet)
@@ -69,7 +66,7 @@ def train(
 
 
 def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) -> "RunResult":
-    """Have the cluster run it, and wait. Raises UserError where Ray is not installed."""
+    """Run the training on the cluster, and wait. Raises UserError without Ray."""
     try:
         from ttrl.cluster.lead import run_detached
     except ModuleNotFoundError as error:
@@ -81,9 +78,9 @@ def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) ->
         model = os.path.abspath(config.model)
     else:
         model = config.model
-    # Other machines start elsewhere.
+    # Other machines start in other folders.
     config = replace(config, run=os.path.abspath(config.run), model=model)
-    # In our environment.
+    # Resolve these in our environment.
     given |= {
         "redo": redo_asked(given["redo"]),
         "allow_changes": allowed_names(given["allow_changes"]),

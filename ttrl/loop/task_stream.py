@@ -1,8 +1,7 @@
-"""Which tasks an iteration samples: the next ones of a stream without end, which has all of them in
-each round, in a new order.
+"""Choose an iteration's tasks: the next ones of an endless stream. Each round of the stream holds
+all tasks in a new order.
 
-With a curriculum, or tasks that have levels, the stream follows from what was measured: see
-`Curriculum`.
+With a curriculum, or tasks with levels, the stream depends on measurements: see `Curriculum`.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from ttrl.tasks.task import Task
 _MOST_DOUBLINGS = 4
 """A task is due after at most 2**4 rounds."""
 _RIGHT = 1.0 - 1e-9
-"""From here on, a score counts as right, as in pass@k."""
+"""Scores from here on count as right, as in pass@k."""
 
 
 def further_tasks(
@@ -35,15 +34,14 @@ def further_tasks(
     new_tokens: int,
     tokenizer: Callable[[], Any],
 ) -> int:
-    """Return how many more tasks to sample now; 0 where there are enough groups with signal, or no
-    more tasks may be begun.
+    """Return how many more tasks to sample now; 0 with enough groups with signal, or at a limit.
 
-    groups: all of the iteration so far. extra: how many of the tasks were further ones. new_tokens:
-    completion tokens sampled in this iteration, for `tokens_per_iteration`; while a group is
-    unfinished, that budget is spent.
+    groups: all of the iteration so far. extra: number of further tasks among them. new_tokens:
+    completion tokens sampled in this iteration, for `tokens_per_iteration`; an unfinished group
+    means a spent budget.
 
-    It is the number that is expected to bring what is missing, by the share of groups with signal
-    so far; at most as many as were sampled before, since a small share is known badly.
+    The number follows from the missing groups and the share of groups with signal so far. It is at
+    most the number sampled before, since a small share is a poor estimate.
     """
     wanted = config.dynamic_sampling
     budget = config.tokens_per_iteration
@@ -68,20 +66,18 @@ def _in_order(seed: int, turn: int, total: int) -> list[int]:
 
 
 class TaskStream:
-    """The stream of a run. Where an iteration begins in it follows from the markers of the ones
-    before.
-    """
+    """The task stream of a run. An iteration's place in it follows from the earlier markers."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
         self._config = config
         self._folder = folder
         self._tasks = tasks
         chooses = config.curriculum or len({task.level for task in tasks}) > 1
-        # A replay packs and trains what was sampled, and has no tasks.
+        # A replay packs and trains existing samples, and has no tasks.
         self._curriculum = Curriculum(config, folder, tasks) if tasks and chooses else None
 
     def tasks_from(self, first: int, count: int) -> list[Task]:
-        """Return some of the stream, where nothing measured decides."""
+        """Return part of the stream in its plain order, without measurements."""
         total = len(self._tasks)
         orders: dict[int, list[int]] = {}
         chosen = []
@@ -93,22 +89,22 @@ class TaskStream:
         return chosen
 
     def more(self, number: int, taken: int, count: int, present: Sequence[Task] = ()) -> list[Task]:
-        """Return the next tasks for iteration `number`, which has `present` already, when `taken`
-        of the stream were taken.
+        """Return the next tasks for iteration `number` after `taken` tasks of the stream; the
+        iteration has `present` already.
         """
         if self._curriculum is None:
             return self.tasks_from(taken, count)
         return self._curriculum.choose(number, count, present)
 
     def measured(self, number: int, finished: Sequence[TaskResult]) -> CurriculumFacts | None:
-        """Return what the marker has to say of an iteration's groups, for those that follow."""
+        """Return an iteration's measurements for its marker; later iterations need them."""
         if self._curriculum is None:
             return None
         return self._curriculum.measured(number, finished)
 
     def taken_before(self, number: int) -> int:
-        """Return how many tasks earlier iterations took, by the marker of the last of them:
-        `tasks_per_iteration` may have been another one then. Equal parts, where it does not tell.
+        """Return how many tasks earlier iterations took. Read it from the last marker, since
+        `tasks_per_iteration` may have changed; without it, assume equal parts.
         """
         marker = self._folder.iteration(number - 1).marker(RolloutsFacts)
         if marker is None or marker.tasks_taken is None:
@@ -116,15 +112,14 @@ class TaskStream:
         return marker.tasks_taken
 
     def tasks_of(self, number: int) -> list[Task]:
-        """Return the tasks with which an iteration without a token budget begins."""
+        """Return the first tasks of an iteration without a token budget."""
         return self.more(number, self.taken_before(number), self._config.tasks_per_iteration)
 
     def continued(self, number: int, version: int) -> tuple[list[TaskResult], list[Task], int, int]:
         """Return, for a token budget, the groups to continue, all tasks of the iteration (theirs
-        first), how many of the stream are taken then, and how many groups were dropped.
+        first), the new number of tasks taken from the stream, and the number of dropped groups.
 
-        New tasks follow in the stream on those that were taken so far; the markers say how many
-        that are.
+        New tasks follow in the stream on those taken so far, as counted by the markers.
         """
         previous = self._folder.iteration(number - 1)
         taken = self.taken_before(number)
@@ -134,7 +129,7 @@ class TaskStream:
         carried = [
             ready_to_continue(group, version)
             for group in groups
-            # The person may have allowed other tasks since.
+            # The allowed tasks may have changed since.
             if task_key(group.task_id, group.messages) in known
             and (limit is None or version - oldest_version(group, version) <= limit)
         ]
@@ -151,19 +146,17 @@ class TaskStream:
 
 
 class Curriculum:
-    """Chooses tasks by how the policy did on them when they had their turn last, and by their
-    levels.
+    """Choose tasks by the policy's results at their last turn, and by their levels.
 
-    Turns are counted in rounds. A task that has just had one is due in the next round; where its
-    samples all got the same reward, 2 rounds later, and after more such turns in a row 3 or 4, 5 to
-    8, 9 to 16: by chance, so that those that were solved in one round do not all come back in one.
-    What is due first comes first, and what was never sampled is due in round 0. So every task is
-    sampled again and again, one that teaches something up to 16 times as often as one that does not
-    (stride scheduling, Waldspurger 1995), and as long as all of them do, the rounds are those of
-    the plain stream.
+    Turns are counted in rounds. After its turn a task is due in the next round. If its samples all
+    got the same reward, it is due 2 rounds later, and after more such turns in a row 3 or 4, 5 to
+    8, 9 to 16: drawn by chance, to spread tasks solved in one round over later ones. Tasks come by
+    due round; tasks never sampled are due in round 0. So every task returns, up to 16 times as
+    often if it teaches something (stride scheduling, Waldspurger 1995). While all tasks do, the
+    rounds are those of the plain stream.
 
-    The marker of an iteration's rollouts holds what was measured in it; all else follows from the
-    markers before and the seed.
+    The marker of an iteration's rollouts holds its measurements; all else follows from the earlier
+    markers and the seed.
     """
 
     def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
@@ -174,16 +167,16 @@ class Curriculum:
         self._level_of = dict(zip(self._keys, (task.level for task in tasks), strict=True))
         self._levels = sorted(set(self._level_of.values()))
         self._read = 0
-        """The iteration whose marker was read last; what follows is as it was after that one."""
+        """The iteration of the last marker read; the state below is the one after it."""
         self._turns: dict[str, Standing] = {}
         self._round, self._level = 0, self._levels[0]
-        """The latest in which a task had its turn, and the highest that is open."""
+        """The latest round with a turn, and the highest open level."""
         self._scores: list[tuple[str, float]] = []
-        """Of the last groups of that level since it was opened, with their tasks."""
+        """Scores, with their tasks, of the last groups of this level since it was opened."""
 
     def choose(self, number: int, count: int, present: Sequence[Task]) -> list[Task]:
-        """Return `count` tasks for iteration `number`, which has `present` already: each of them
-        once, as long as there are others."""
+        """Return `count` tasks for iteration `number`, with `present` already in it; repeat a task
+        only if no others are left."""
         self._read_until(number - 1)
         had = {_digest(task.id, task.messages) for task in present}
         fresh = (place for place in self._by_turn() if self._keys[place] not in had)
@@ -191,8 +184,8 @@ class Curriculum:
         return [self._tasks[place] for place in chosen]
 
     def _by_turn(self) -> Iterator[int]:
-        """Yield the places of all tasks of open levels; by turns one of the highest, and one of all
-        others.
+        """Yield the places of all tasks of open levels, alternating between the highest level and
+        all others.
         """
         *others, highest = [
             level for level in self._levels if level <= self._level
@@ -201,9 +194,7 @@ class Curriculum:
         return (place for pair in pairs for place in pair if place is not None)
 
     def _due(self, levels: Collection[int]) -> Iterator[int]:
-        """Yield the places of the tasks of some levels, those that are due first first; of one
-        round in its order.
-        """
+        """Yield the places of the tasks of `levels`: earliest due first, then in round order."""
         rounds: dict[int, set[int]] = {}
         for place, (task, key) in enumerate(zip(self._tasks, self._keys, strict=True)):
             if task.level in levels:
@@ -218,13 +209,12 @@ class Curriculum:
             )
 
     def measured(self, number: int, finished: Sequence[TaskResult]) -> CurriculumFacts:
-        """Return what the groups of iteration `number` change, and where all tasks are then, for
-        the marker and the metrics.
+        """Return the changes from the groups of iteration `number` and the new standing of all
+        tasks, for the marker and the metrics.
 
-        unseen, solved, hopeless, between: how many tasks were never graded, and what the others'
-        last grades say; of those whose samples all got the same reward, solved are those that are
-        all right by `validation_metric`. level: the highest that is open; level_score: the mean
-        score of its tasks.
+        unseen: number of tasks never graded. The others count by their last grades: between, with
+        different rewards; solved, with equal rewards and all right by `validation_metric`;
+        hopeless, the rest. level: the highest open one; level_score: the mean score of its tasks.
         """
         self._read_until(number - 1)
         turns: dict[str, Standing] = {}
@@ -266,7 +256,7 @@ class Curriculum:
         return facts.replace(level=level, level_score=score, level_scores=scores)
 
     def _wait(self, key: str, now: int, without: int) -> int:
-        """Return how many rounds after this one a task is due."""
+        """Return in how many rounds a task is due."""
         if not self._config.curriculum or not without:
             return 1
         longest = 2 ** min(without, _MOST_DOUBLINGS)
@@ -275,9 +265,9 @@ class Curriculum:
     def _after(
         self, turns: Mapping[str, Standing], now: int, scores: list[tuple[str, float]]
     ) -> tuple[int, float | None, list[tuple[str, float]]]:
-        """Return the level, its mean score, and what that follows from. Tasks that are left out of
-        this round count with their own last score; all others that had a turn with the mean of the
-        last groups, as theirs may be long ago.
+        """Return the level, its mean score, and the underlying scores. Tasks left out of this round
+        count with their own last score. All other tasks with a turn count with the mean of the last
+        groups, as their own scores may be old.
         """
         window = self._config.tasks_per_iteration
         scores = scores[-window:]

@@ -1,6 +1,4 @@
-"""When the run sampled and when it trained: what is neither is dead time, however phases
-overlap.
-"""
+"""Record sampling and training times; all other time is dead, however phases overlap."""
 
 import contextlib
 import threading
@@ -13,9 +11,7 @@ _NO_TRAINING = ("checkpoint",)  # parts of a step's time in train.jsonl
 
 
 class Timeline:
-    """Spans of work of this process' run, in seconds of `clock`. Threads may add to it at the same
-    time.
-    """
+    """Record this process's spans of work, in seconds of `clock`. Threads may add concurrently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,9 +34,9 @@ class Timeline:
                 self._spans.append((kind, began, clock()))
 
     def add_training(self, began: float, ended: float, steps: Sequence[Step]) -> None:
-        """Record a train phase, from the lines of its train.jsonl: what is not part of a step
-        (reading, writing checkpoints) is not training. It is taken to lie before and after the
-        steps in equal parts, which matters only where phases overlap.
+        """Record a train phase from its train.jsonl; only steps count as training, not reading or
+        writing checkpoints. The rest is assumed to lie before and after the steps in equal parts;
+        this matters only for overlapping phases.
         """
         parts = [step.seconds_by_part or {"step": step.seconds or 0.0} for step in steps]
         worked = sum(
@@ -51,8 +47,8 @@ class Timeline:
             self._spans.append(("train", began + margin, ended - margin))
 
     def served(self, began: float, ended: float, flops: float) -> float:
-        """Record what the servers computed for a phase; return what they did per second in that
-        time, for phases before it that took place at the same time as well."""
+        """Record the servers' FLOPs for a phase; return their rate over its time, including
+        concurrent earlier phases."""
         with self._lock:
             self._sampled.append((began, ended, flops))
             spans = list(self._sampled)
@@ -65,8 +61,8 @@ class Timeline:
     def busy(
         self, began: float, ended: float, kinds: tuple[str, ...] = ("sample", "train")
     ) -> float:
-        """Return the seconds between two moments in which work of any of these kinds was done; open
-        work counts up to now.
+        """Return the seconds between two moments with work of any of these kinds; open work counts
+        up to now.
         """
         with self._lock:
             spans = self._spans + [(kind, start, clock()) for kind, start in self._open.values()]
@@ -81,13 +77,13 @@ class Timeline:
         return total
 
     def at(self, moment: float) -> set[str]:
-        """Return the kinds of work that were done at a moment."""
+        """Return the kinds of work in progress at a moment."""
         with self._lock:
             spans = self._spans + [(kind, start, clock()) for kind, start in self._open.values()]
         return {kind for kind, start, end in spans if start <= moment <= end}
 
     def forget_before(self, moment: float) -> None:
-        """Drop spans that ended by then."""
+        """Drop spans ended by then."""
         with self._lock:
             self._spans = [span for span in self._spans if span[2] > moment]
             self._sampled = [span for span in self._sampled if span[1] > moment]

@@ -1,9 +1,8 @@
-"""The loop: sample → grade → pack → train → sync → validate, iteration after iteration, in a folder
-that explains itself.
+"""Train in a loop: sample → grade → pack → train → sync → validate, in a self-explanatory folder.
 
-Every phase ends with a marker in the run folder (`ttrl.run_folder.folder`), so the same call
-continues at the first phase without one, whatever ended the process before. The phases themselves:
-`ttrl.loop.phases`; their order: `ttrl.loop.iterations`.
+Every phase ends with a marker in the run folder (`ttrl.run_folder.folder`). So after any end, the
+same call continues at the first phase without a marker. The phases: `ttrl.loop.phases`; their
+order: `ttrl.loop.iterations`.
 """
 
 import contextlib
@@ -59,20 +58,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to."""
+    """The result of a run."""
 
     run: Path
     checkpoint: Path
     """The newest policy, in Hugging Face layout."""
     best_checkpoint: Path
-    """The policy with the best validation metric; the newest one where there was no validation."""
+    """The policy with the best validation metric; without validation, the newest one."""
     metrics: list[dict[str, Any]]
-    """One row per iteration, the model before training (0) included, as in metrics.jsonl."""
+    """One row per iteration, including the model before training (0), as in metrics.jsonl."""
     report: Path
 
     def to_pandas(self) -> "DataFrame":
         """Return a DataFrame with a row for each iteration and the columns of metrics.jsonl, such
-        as "train.loss". Raises UserError where pandas is not installed."""
+        as "train.loss". Raises UserError without pandas."""
         return data_frame(self.metrics, columns=("iteration",))
 
 
@@ -86,7 +85,7 @@ def train_checked(
     take_over: bool = False,
     redo: int | None = None,
 ) -> RunResult:
-    """Train: see `ttrl.loop.start.train`, which has looked for the model and said what follows."""
+    """Train: see `ttrl.loop.start.train`; it has checked the model and announced the run."""
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks, model=False)
     config, asked, cuda = with_local_run(config), config, torch.cuda.is_available()
     described = {
@@ -100,7 +99,7 @@ def train_checked(
         check_trainable(config.model, experts=config.recipe_config({}).router_replay)
     folder = RunFolder(config.run)
     console = Console(quiet=quiet)
-    is_here = config.mirror is None  # what was chosen when the run was begun may have to be brought
+    is_here = config.mirror is None  # a mirror may first have to bring the run's earlier choices
     if is_here:
         config = _chosen(config, folder.config() if folder.begun() else {}, console)
     model = local_model(config.model, chat_template=config.chat_template is None)
@@ -143,7 +142,7 @@ def train_checked(
         if warning is not None:
             console.line(f"note: {warning}")
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
-        with contextlib.ExitStack() as ends:  # each of them, whatever another one's end raises
+        with contextlib.ExitStack() as ends:  # runs all of them, even if one raises
             ends.callback(loggers.close)
             others = joined_servers(config)
             if config.adapters == "mirror":
@@ -169,7 +168,7 @@ def train_checked(
                 raise
         rows = folder.metrics()
         newest = folder.written_version(rows[-1].iteration)
-        prune(folder, rows, config, newest)  # where the last one was cut off
+        prune(folder, rows, config, newest)  # if the last pruning was cut off
         if validation_tasks:
             best = next(iter(best_policies(folder, rows, config)), newest)
         else:
@@ -179,7 +178,7 @@ def train_checked(
         for policy in sorted({newest, best}):
             try:
                 merge_adapter(folder.checkpoint(policy), model)
-            # The run is done all the same, and whoever loads it tries again.
+            # The run is done all the same, and a later load tries again.
             except ModelFolderError as error:
                 console.line(f"note: {error}")
         result = RunResult(
@@ -198,8 +197,8 @@ def train_checked(
 
 
 def _base_note(config: TrainConfig, folder: RunFolder, model: Path) -> str | None:
-    """Return what changes for a run with adapters that an earlier ttrl began, whose base was held
-    in fp32 by default.
+    """Return a note for a run with adapters begun by an earlier ttrl: its base was held in fp32 by
+    default.
     """
     newest = folder.written_version(max(0, folder.first_unfinished() - 1))
     before = read_mapping(folder.checkpoint(newest) / ADAPTER_FOLDER / ADAPTER_SETTINGS)
@@ -217,8 +216,8 @@ def _base_note(config: TrainConfig, folder: RunFolder, model: Path) -> str | Non
 def _on_cluster(
     config: TrainConfig, folder: RunFolder, console: Console, model: Path
 ) -> tuple[Callable[[Path], Sequence[JoinedServer]], dict[str, Any]]:
-    """Return what starts servers on a cluster, given their model, and what `Phases` is given to
-    start trainer and sampling workers there; nothing particular without one.
+    """Return a function to start servers on a cluster, given their model, and the arguments for
+    `Phases` to start trainer and sampling workers there; no servers or arguments without one.
     """
     if config.cluster is None:
         return lambda base: [], {}
@@ -232,8 +231,8 @@ def _on_cluster(
 
 
 def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> TrainConfig:
-    """Return the config with what it leaves open chosen for this machine's GPUs, or as it was when
-    the run was begun (`saved`). Raises ConfigError for what cannot fit."""
+    """Return the config with its open settings chosen for this machine's GPUs, or as begun
+    (`saved`). Raises ConfigError for settings too large to fit."""
     gpus = gpus_here() if config.device != "cpu" else []
     if not gpus and config.placement != "split":
         return config
@@ -264,8 +263,8 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
 
 
 def local_model(model: str, *, chat_template: bool = True) -> Path:
-    """Return the model's folder; get it where `model` is a name in READY_MODELS or on the hub.
-    Raises ModelFolderError, also for one without a chat template unless told otherwise."""
+    """Return the model's folder; get a model named in READY_MODELS or on the hub. Raises
+    ModelFolderError, also for a missing chat template unless told otherwise."""
     return local_folder(str(ready_model(model) or model), chat_template=chat_template)
 
 

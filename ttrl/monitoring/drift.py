@@ -1,13 +1,13 @@
-"""Whether sampler and trainer are the same model: every iteration's difference of their
-log-probabilities, held to limits.
+"""Check that sampler and trainer are the same model: hold the difference of their log-probabilities
+to limits in every iteration.
 
-The recipe measures it before its first step (`ttrl.training.sampler_drift`). Only tokens of the
-policy that training starts from are judged: those of older policies differ because the policy has
-moved since, which is what importance ratios are for. Where it sampled none (one step off policy),
-tokens of the policy that sampled are judged under its own weights, in some of the rows. Where a
-limit is exceeded, the likely causes are checked (`ttrl.monitoring.drift_causes`), everything is
-written to drift.json in the iteration's folder, and the run ends with DriftError, or warns and goes
-on (`TrainConfig.drift`).
+The recipe measures the difference before its first step (`ttrl.training.sampler_drift`). Only
+tokens of training's starting policy are judged. Tokens of older policies differ because the policy
+has moved since; importance ratios correct for this move. If the starting policy sampled nothing
+(one step off policy), tokens in some rows are judged under the weights of the sampling policy.
+Beyond a limit, `ttrl.monitoring.drift_causes` checks the likely causes and drift.json in the
+iteration's folder records everything. The run then ends with DriftError, or warns and continues
+(`TrainConfig.drift`).
 """
 
 from collections.abc import Callable, Mapping
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ttrl.configs.run import TrainConfig
 
 ENOUGH_TOKENS = 1000
-"""With fewer, only the mean is judged: the 99.9th percentile would be the largest of all."""
+"""With fewer, only the mean is judged: the 99.9th percentile would be the maximum."""
 FEWEST_TOKENS = 100
-"""A mean over fewer counts as if it were over this many, the missing ones without a difference: in
-bfloat16 it is not unusual that a single token is a nat apart, and with `tokens_per_iteration` the
-newest policy may have sampled only a handful.
+"""A mean over fewer tokens counts as one over this many, the missing ones at zero difference. In
+bfloat16 a difference of one nat on a single token is not unusual, and with `tokens_per_iteration`
+the newest policy may have sampled only a handful.
 """
 _WORDS = {
     "mean": "mean |difference of log-probabilities|",
@@ -42,29 +42,28 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class DriftLimits:
-    """How far apart sampler and trainer may be. None: no limit."""
+    """Limits for the distance between sampler and trainer. None: no limit."""
 
     mean: float | None
-    """Nats; above it is too far, as with `p999`."""
+    """Highest allowed value in nats, like `p999`."""
     p999: float | None
     ess: float | None
-    """(Σw)²/Σw²/N of w = π_trainer/π_sampler, without the furthest thousandth of the tokens; below
-    it is too far.
+    """Lowest allowed (Σw)²/Σw²/N of w = π_trainer/π_sampler, without the furthest thousandth of the
+    tokens.
     """
     outside: float | None
-    """Share of tokens further apart than the recipe's `drift_tolerance`."""
+    """Highest allowed share of tokens beyond the recipe's `drift_tolerance`."""
 
 
-# float32 on CPU: measured 2e-7 to 1e-6 on average for tiny models and 8e-6 for SmolLM2-135M (99.9th
-# percentile: 1e-5 and 4e-5); one optimizer step at a learning rate of 1e-4 moves more than 1e-3,
-# another temperature or other weights far more. The limits lie 25 times above the largest of the
-# former and below the latter. On CUDA attention kernels multiply float32 in TF32 (10 bits of
-# mantissa), which is good to about 1e-3. bfloat16 (8 bits): reports of vLLM against a trainer name
-# means of 0.005 to 0.03 nats and single tokens that are 1 nat apart, more for mixtures of experts,
-# where a rounding can send a token to another expert. What these see is a wrong distribution or
-# model, not a policy that is one small step old: that is what the canary after each sync is for.
-# Both half-precision and CUDA limits come from reading, not from runs of ours with a real model: a
-# tiny one kept them on an H100.
+# float32 on CPU: means of 2e-7 to 1e-6 measured for tiny models and 8e-6 for SmolLM2-135M (99.9th
+# percentile: 1e-5 and 4e-5). One optimizer step at a learning rate of 1e-4 moves more than 1e-3,
+# another temperature or other weights far more. The limits lie 25 times above the largest measured
+# difference and below such a step. On CUDA, attention kernels multiply float32 in TF32 (10 bits of
+# mantissa), good to about 1e-3. bfloat16 (8 bits): reports of vLLM against a trainer name means of
+# 0.005 to 0.03 nats and single tokens 1 nat apart. Mixtures of experts reach more: rounding can
+# send a token to another expert. These limits catch a wrong distribution or model. The canary after
+# each sync catches a policy one small step old. The half-precision and CUDA limits come from
+# reading, not from our own runs with a real model; a tiny model kept them on an H100.
 DEFAULT_LIMITS = {
     ("fp32", "cpu"): DriftLimits(mean=2e-4, p999=5e-3, ess=0.99, outside=0.005),
     ("fp32", "cuda"): DriftLimits(mean=2e-3, p999=5e-2, ess=0.98, outside=0.05),
@@ -76,8 +75,8 @@ DEFAULT_LIMITS = {
 def limits(
     dtype: str | None, device: str | None, changes: Mapping[str, Any] | None = None
 ) -> DriftLimits:
-    """Return the defaults for a dtype and device (float32 on CPU where unknown), with the changes
-    of `drift_limits`.
+    """Return the defaults for a dtype and device with the changes of `drift_limits`. An unknown
+    dtype or device counts as float32 or CPU.
     """
     kind = "bf16" if dtype == "bf16" else "fp32", "cuda" if device == "cuda" else "cpu"
     given = {name: (changes or {})[name] for name in LIMIT_NAMES if name in (changes or {})}
@@ -89,9 +88,7 @@ def limits_of(config: "TrainConfig") -> DriftLimits:
 
 
 def exceeded(figures: Difference, limits: DriftLimits) -> list[str]:
-    """Say which figures of one weights version are beyond their limits, with both numbers; empty
-    where none is.
-    """
+    """Name the figures of one weights version beyond their limits, with both numbers."""
     found = []
     if figures.not_finite:
         found.append(
@@ -118,23 +115,23 @@ def exceeded(figures: Difference, limits: DriftLimits) -> list[str]:
 
 
 class Judged(NamedTuple):
-    """The figures that are held to the limits."""
+    """The figures to hold to the limits."""
 
     version: int
-    """The policy that sampled the tokens, and under whose weights they were compared."""
+    """The sampling policy; the comparison used its weights."""
     figures: Difference
     source: ComparedTokens
-    """The entry that holds `worst` and `by_position` of these tokens."""
+    """The entry with `worst` and `by_position` of these tokens."""
 
 
 def judged_figures(
     drift: SamplerTrainer, version: int, training: Mapping[str, Any]
 ) -> Judged | None:
-    """Return the figures of the tokens that policy `version` sampled, from which training starts;
-    where there are none, those that were compared under the weights of the older policy that
-    sampled them; else None. Not judged: figures of older run folders, which are not kept by
-    version, and a base in 4 bits (`training`: the recipe's settings) while the server has the
-    starting model, which nobody has rounded.
+    """Return the figures of tokens from policy `version`, training's starting policy.
+
+    Without such tokens, return those of an older policy compared under its own weights; else None.
+    Two cases are not judged: older run folders, without figures by version, and a 4-bit base
+    (`training`: the recipe's settings) while the server holds the starting model, still unrounded.
     """
     judged = None
     own = drift.own_weights
@@ -156,14 +153,14 @@ def check_drift(
     ask_server: Callable[[str], Any] | None = None,
     compared: SamplerTrainer | None = None,
 ) -> DriftReport | None:
-    """Judge iteration `number`, whose train phase is done, or nothing but its files are missing.
+    """Judge iteration `number` after its train phase, or with only its files missing.
 
-    compared: what its first step says of sampler and trainer, where there is no marker yet.
-    ask_server: a function that GETs a path of the running server and returns the JSON answer; None
-        where no server runs.
+    compared: the first step's sampler-trainer figures, before there is a marker.
+    ask_server: a function to GET a path of the running server and return the JSON answer; None
+        without a server.
 
-    Returns None where everything is within the limits or nothing could be judged, else what
-    drift.json holds; raises DriftError instead where `config.drift` is "stop".
+    Returns the content of drift.json, or None if all is within the limits or nothing could be
+    judged. Raises DriftError instead if `config.drift` is "stop".
     """
     marker = folder.iteration(number).marker(TrainFacts) or TrainFacts()
     steps = marker.taken()
@@ -174,11 +171,11 @@ def check_drift(
     )
     path = folder.iteration(number).path / DRIFT_FILE
     if judged is None or not (beyond := exceeded(judged.figures, limits_of(config))):
-        # Of an earlier start, with other limits: the report would go on showing it.
+        # Left by an earlier start with other limits; the report would still show it.
         path.unlink(missing_ok=True)
         return None
     version, figures, source = judged
-    # Loads torch and the pack, which a run without drift need not pay for.
+    # Loads torch and the pack; a run without drift need not pay for them.
     from ttrl.monitoring.drift_causes import gather_evidence, likely_causes, worst_tokens
 
     try:
@@ -228,7 +225,7 @@ def check_drift(
 
 
 def _server_info(ask: Callable[[str], Any] | None) -> dict[str, Any] | None:
-    """Ask vLLM how it runs; None where it does not say."""
+    """Ask vLLM for its configuration; None without an answer."""
     if ask is None:
         return None
     try:

@@ -1,10 +1,8 @@
-"""Where sampler and trainer differ, and why: the tokens that are furthest apart, and each likely
-cause, checked against what the run folder, the model and the server say. Read by
-`ttrl.monitoring.drift` where a limit is exceeded.
+"""Find the tokens with the largest drift between sampler and trainer, and check each likely cause.
 
-A check says "found" where it saw the cause itself, "ruled out" where it saw that it is not there,
-and "could not be checked" where it could not see what it would have to look at. Nothing is guessed
-from the size of the difference.
+`ttrl.monitoring.drift` calls this beyond a limit. Checks read the run folder, the model and the
+server. A check says "found" if it saw the cause, "ruled out" if it saw its absence, and "could not
+be checked" if its evidence was unavailable. The size of the difference proves no cause.
 """
 
 import contextlib
@@ -42,8 +40,8 @@ _BEFORE, _AFTER = 12, 4  # tokens of context
 def worst_tokens(
     folder: RunFolder, number: int, drift: ComparedTokens, version: int
 ) -> list[WorstToken]:
-    """Return the tokens that policy `version` sampled on which the two differ most, the furthest
-    first. Raises PackError where the pack cannot be read."""
+    """Return the tokens of policy `version` with the largest differences, the furthest first.
+    Raises PackError for an unreadable pack."""
     chosen = [one for one in drift.worst or [] if one.version == version]
     if not chosen:
         return []
@@ -53,7 +51,7 @@ def worst_tokens(
     tasks = {
         packed.samples[int(packed.sample_ids[one.row, one.position])].task_id for one in chosen
     }
-    sent = {  # prompt and completion ids of single-turn samples, as the server gave them
+    sent = {  # prompt and completion ids of single-turn samples, as sent by the server
         (row["task_id"], row["sample"]): [*row["prompt_token_ids"], *row["token_ids"]]
         for row in read_jsonl(path / "rollouts.jsonl")
         if row["task_id"] in tasks
@@ -61,7 +59,7 @@ def worst_tokens(
         and row.get("token_ids")
         and not row.get("turns")
     }
-    # Samples of a group that begin alike have the same worst token: the first of them is enough.
+    # Samples of a group with the same beginning share their worst token: keep the first.
     found: dict[tuple[str, int, int, str], WorstToken] = {}
     for one in chosen:
         token = _worst_token(packed, one, text, sent)
@@ -78,7 +76,7 @@ def _worst_token(
     position = one.position
     alone = packed.rows([one.row])
     sample = unpack(alone)[int(alone.sample_ids[0, position])]
-    place = int(alone.input_pos[0, position]) + 1  # of the token that is predicted from here
+    place = int(alone.input_pos[0, position]) + 1  # of the token predicted from here
     ids = list(sample.token_ids)
     known = sent.get((sample.task_id, sample.sample))
     return WorstToken(
@@ -103,13 +101,13 @@ _NEUTRAL = {
     "min_tokens": (0,), "bad_words": (None, []), "allowed_token_ids": (None,),
     "structured_outputs": (None,), "response_format": (None,),
 }  # fmt: skip
-"""Sampling parameters that change the distribution, and the values with which they do not."""
+"""Sampling parameters able to change the distribution, and their neutral values."""
 _SCALED_ROPE = {"yarn", "longrope", "su", "dynamic", "llama3", "linear", "mrope"}
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the checks look at. Whatever is not available is None or empty."""
+    """The input of the checks. Unavailable parts are None or empty."""
 
     config: "TrainConfig"
     version: int
@@ -117,13 +115,13 @@ class Evidence:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's config in this iteration."""
     model: Path | None = None
-    """The checkpoint that both should compute with."""
+    """The checkpoint for both sampler and trainer."""
     shape: Mapping[str, Any] = field(default_factory=dict)
-    """Its config.json, the text part where there are several."""
+    """Its config.json, reduced to the text part if there are several."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Its generation_config.json."""
     sync: Sync | None = None
-    """What the weight sync that brought it to the server said."""
+    """The facts of the weight sync to the server."""
     server: Mapping[str, Any] | None = None
     """vLLM's own description (vllm_config)."""
     tokenization: Mapping[str, int] = field(default_factory=dict)
@@ -131,22 +129,22 @@ class Evidence:
     tokens: tuple[WorstToken, ...] = ()
 
     def argument(self, name: str) -> Any:
-        """Return an argument that the run's config gives vLLM; None where it gives none."""
+        """Return an argument of the run's config for vLLM; None if unset."""
         return next(
             (value for key, value in self.config.server.items() if key.replace("_", "-") == name),
             None,
         )
 
     def by_default(self, value: str) -> str | None:
-        """Return what ttrl tells a server that it starts; None for one that said how it runs, or
-        was started by others.
+        """Return ttrl's default for its own servers; None for a server started by others or with a
+        known configuration.
         """
         if self.server is None and not self.config.joined_servers:
             return value
         return None
 
     def told(self, *path: str) -> Any:
-        """Return what the server says about itself at a path; None where it says nothing."""
+        """Return the server's value at a path of its configuration; None if unknown."""
         value: Any = self.server
         for key in path:
             if isinstance(value, Mapping):
@@ -165,12 +163,12 @@ def gather_evidence(
     tokens: list[WorstToken],
     server: Mapping[str, Any] | None,
 ) -> Evidence:
-    """Read what is there; never raises for what is not."""
+    """Read all available evidence; never raises for missing parts."""
     model = folder.checkpoint(folder.written_version(version))
     iteration = folder.iteration(number)
     shape = read_mapping(model / "config.json")
-    # The policy was brought to the server for one of these; an iteration that trained nothing has
-    # that of the one before.
+    # The policy reached the server for one of these iterations. An iteration without training keeps
+    # the previous policy.
     markers: list[PrepareFacts | SampledFacts | None] = [
         folder.iteration(version).marker(PrepareFacts)
     ]
@@ -198,7 +196,7 @@ def gather_evidence(
 
 
 def likely_causes(evidence: Evidence) -> list[Cause]:
-    """Check all likely causes; those that were found come first."""
+    """Check all likely causes and return the found ones first."""
     checks = (
         _temperature, _sampling, _generation_config, _logprobs_mode, _tokens, _weights, _dtype,
         _positions, _vocabulary, _adapters, _routing,
@@ -528,8 +526,8 @@ def _routing(e: Evidence) -> Cause:
 
 
 def _tensors(model: Path | None) -> list[StoredTensor]:
-    """Read the headers of a checkpoint's safetensors files, those of its base if it is an adapter
-    alone, and nothing else.
+    """Read only the headers of a checkpoint's safetensors files; for a bare adapter, those of its
+    base.
     """
     tensors = []
     if model is None:

@@ -1,4 +1,4 @@
-"""What drift.json holds: where sampler and trainer differ, and why."""
+"""Read and write drift.json: the worst tokens of a drift and its likely causes."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,7 +10,7 @@ Verdict = Literal["found", "ruled out", "could not be checked"]
 
 
 class WorstToken(Facts, omit_defaults=False):
-    """One of the tokens on which sampler and trainer differ most, with what stands around it."""
+    """A token with a large difference between sampler and trainer, in its context."""
 
     task_id: str
     sample: int
@@ -25,8 +25,8 @@ class WorstToken(Facts, omit_defaults=False):
     trainer: float | None = None
     sampler: float | None = None
     as_sent: bool | None = None
-    """Whether the pack's ids up to it are those that the server sampled from; None if unknown, or
-    with several turns.
+    """Whether the pack's ids up to it match the ids given to the sampler; None if unknown, or with
+    several turns.
     """
 
     def line(self) -> str:
@@ -47,7 +47,7 @@ class WorstToken(Facts, omit_defaults=False):
 
 
 class Cause(Facts, omit_defaults=False):
-    """One likely cause and what was seen of it."""
+    """One likely cause and its evidence."""
 
     name: str
     verdict: Verdict
@@ -70,16 +70,16 @@ class DriftReport(Facts, omit_defaults=False):
 
     iteration: int
     version: int
-    """The policy that sampled the tokens."""
+    """The sampling policy."""
     exceeded: list[str]
-    """The limits, in words."""
+    """The exceeded limits, in words."""
     worst: list[WorstToken]
     causes: list[Cause]
     figures: Difference = Difference()
 
     @property
     def lead(self) -> str:
-        """Return what stands above the tokens."""
+        """Return the text above the tokens."""
         return (
             f"Iteration {self.iteration}, tokens of policy {self.version}: "
             f"{'; '.join(self.exceeded)}. The tokens that are furthest apart, and the likely "
@@ -88,9 +88,7 @@ class DriftReport(Facts, omit_defaults=False):
 
 
 def read_newest_report(run: Path) -> DriftReport | None:
-    """Read the newest drift.json of a run; None where there is none, or one that is damaged or of
-    another version.
-    """
+    """Read the newest drift.json of a run; None if it is missing, damaged or of another version."""
     paths = sorted((run / "iterations").glob(f"[0-9]*/{DRIFT_FILE}"))
     if not paths:
         return None

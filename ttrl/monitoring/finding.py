@@ -1,6 +1,4 @@
-"""What findings are made of: one thing that stands out, a run's rows and the questions that rules
-ask of them, a trend.
-"""
+"""Define findings, and give their rules a run's history and trends."""
 
 import math
 import statistics
@@ -11,8 +9,7 @@ from typing import Any, Literal
 from ttrl.facts import MetricsRow, Pick, held_out, number
 
 RECENT = 5
-"""Iterations that are judged together: one alone is noise, and twenty would tell a person too late.
-"""
+"""Iterations judged together: one is noise, and twenty would tell a person too late."""
 
 Severity = Literal["stop", "warn", "note"]
 Examples = Literal["wrong", "right", "truncated", "failed", "repeated", "longest", "empty"]
@@ -20,17 +17,17 @@ Examples = Literal["wrong", "right", "truncated", "failed", "repeated", "longest
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that stands out."""
+    """One conspicuous fact about a run."""
 
     key: str
     """Its name in code, such as "truncated"."""
     severity: Severity
-    """"stop": going on is of no use; "warn": learning suffers; "note": worth knowing."""
+    """"stop": continuing is of no use; "warn": learning suffers; "note": worth knowing."""
     title: str
-    """What stands out, as a sentence with its numbers."""
+    """The fact as a sentence with its numbers."""
     advice: str
     examples: Examples | None = None
-    """Which samples show it (`ttrl.report.samples.examples`)."""
+    """The kind of samples to show for it (`ttrl.report.samples.examples`)."""
 
     def line(self) -> str:
         return f"{self.title} {self.advice}"
@@ -38,7 +35,7 @@ class Finding:
 
 @dataclass
 class History:
-    """The rows of a run, and the questions that rules ask of them."""
+    """The rows of a run, with queries for the rules."""
 
     rows: list[MetricsRow]
     config: dict[str, Any] = field(default_factory=dict)
@@ -49,19 +46,19 @@ class History:
 
     @property
     def recent(self) -> list[MetricsRow]:
-        """Return the last RECENT of them."""
+        """Return the last RECENT rows."""
         return self.iterations[-RECENT:]
 
     @property
     def recently(self) -> str:
-        """Return their numbers: "iterations 3 to 7"."""
+        """Return the numbers of the recent iterations: "iterations 3 to 7"."""
         numbers = [row.iteration for row in self.recent]
         if len(numbers) == 1:
             return f"iteration {numbers[0]}"
         return f"iterations {numbers[0]} to {numbers[-1]}"
 
     def values(self, pick: Pick, rows: Sequence[MetricsRow] | None = None) -> list[float]:
-        """Return what is known of a figure, in order."""
+        """Return the known values of a figure, in order."""
         return [
             known
             for row in (self.iterations if rows is None else rows)
@@ -69,21 +66,21 @@ class History:
         ]
 
     def points(self, pick: Pick) -> list[tuple[int, float]]:
-        """Return [(iteration, value)] of all rows that know it, the starting model's included."""
+        """Return [(iteration, value)] of all rows with the figure, the starting model included."""
         return [
             (row.iteration, known) for row in self.rows if (known := number(pick(row))) is not None
         ]
 
     def now(self, pick: Pick) -> float | None:
-        """Return the mean over the recent iterations; None where there is nothing."""
+        """Return the mean over the recent iterations; None without values."""
         values = self.values(pick, self.recent)
         if values:
             return statistics.fmean(values)
         return None
 
     def at_start(self, pick: Pick) -> float | None:
-        """Return the mean over the first three iterations that lie before the recent ones; None
-        where there are none.
+        """Return the mean over the first three iterations before the recent ones; None without
+        any.
         """
         values = self.values(pick, self.iterations[: -len(self.recent)] if self.recent else [])[:3]
         if values:
@@ -91,7 +88,7 @@ class History:
         return None
 
     def share(self, part: Pick, whole: Pick) -> float | None:
-        """Return sum over sum of the recent iterations."""
+        """Return the ratio of two sums over the recent iterations."""
         pairs = [(number(part(row)), number(whole(row))) for row in self.recent]
         known = [(p, w) for p, w in pairs if p is not None and w is not None]
         total = sum(w for _, w in known)
@@ -100,8 +97,8 @@ class History:
         return None
 
     def held_out(self) -> tuple[str, list[tuple[int, float]]]:
-        """Return the name and the points [(iteration, value)] of the config's validation metric,
-        else of the held-out reward.
+        """Return name and points [(iteration, value)] of the config's validation metric, else of
+        the held-out reward.
         """
         name = self.config.get("validation_metric")
         names = [name, "reward"] if isinstance(name, str) else ["reward"]
@@ -119,12 +116,12 @@ class Trend:
     slope: float
     """Per iteration."""
     error: float
-    """Standard error of it, from the scatter around the line."""
+    """Standard error of the slope, from the scatter around the line."""
     count: int
 
     @property
     def t(self) -> float:
-        """Return slope / error; infinite where the points lie on a line."""
+        """Return slope / error; infinite for points exactly on a line."""
         if self.error > 0:
             return self.slope / self.error
         if self.slope:

@@ -1,16 +1,15 @@
-"""Why a run may not learn: what stands out in its metrics, in words, with the numbers and what to
-try.
+"""Explain why a run may not learn: report conspicuous metrics in words, with numbers and advice.
 
     findings(rows, config) → [Finding, …], the most serious first; none for a healthy run
 
-To add one: a function here under `@rule(severity, advice, examples)`, with the reason of its limit;
-a line in SICK of tests/monitoring/test_findings.py, and one in the table of docs/how-to/watch.md.
-Nothing else knows the rules by name.
+To add a rule, write a function here under `@rule(severity, advice, examples)`, with the reason for
+its limit. Add a line to SICK in tests/monitoring/test_findings.py and one to the table of
+docs/how-to/watch.md. Nothing else knows the rules by name.
 
-Everything is judged over the last RECENT iterations, against the first ones or against a limit. A
-limit is where something is nearly always wrong, not where it might be: a list that cries wolf is
-not read. Rules are pure functions of metrics.jsonl's rows: they say the same at the terminal, in
-the report, and later from a run folder alone.
+Rules judge the last RECENT iterations against the first ones or against a limit. Limits mark values
+nearly always wrong: people ignore a list of false alarms. Rules are pure functions of
+metrics.jsonl's rows. They say the same at the terminal, in the report, and later from just a run
+folder.
 """
 
 import itertools
@@ -28,14 +27,12 @@ from ttrl.run_folder.metrics import TOO_LONG_WORDS
 from ttrl.text import compact, percent
 
 Judge = Callable[[History], str | tuple[Severity, str] | None]
-"""Returns the title of what stands out, with another severity where it is not always the same; None
-where nothing does.
-"""
+"""Returns the finding's title, or None. A pair also sets a severity other than the rule's."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A function of the history that may find something, and what is said then."""
+    """A function to judge the history, with the text of its finding."""
 
     key: str
     severity: Severity
@@ -52,14 +49,14 @@ class Rule:
 
 
 RULES: list[Rule] = []
-"""In the order of this file; within a severity, findings are told in this order."""
+"""In the order of this file, also the order of findings within one severity."""
 
 
 def rule(
     severity: Severity, advice: str, examples: Examples | None = None
 ) -> Callable[[Judge], Judge]:
-    """Make a function a rule, whose key is the function's name. advice: what to try. examples:
-    which samples show it.
+    """Register a function as a rule; its name becomes the key. advice: the remedy to try. examples:
+    the kind of samples to show.
     """
 
     def register(judge: Judge) -> Judge:
@@ -70,8 +67,8 @@ def rule(
 
 
 def findings(rows: Sequence[MetricsRow], config: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Return what stands out in a run. rows: of metrics.jsonl; whatever is missing or null in them
-    is left out. config: config.yaml's content, for limits that the person set."""
+    """Return the findings of a run. rows: of metrics.jsonl; missing or null figures are skipped.
+    config: config.yaml's content, for limits set by the person."""
     history = History(list(rows), dict(config or {}))
     found = [finding for one in RULES if (finding := one.finding(history)) is not None]
     return sorted(found, key=lambda finding: ("stop", "warn", "note").index(finding.severity))
@@ -87,17 +84,16 @@ def findings(rows: Sequence[MetricsRow], config: Mapping[str, Any] | None = None
     "was held to its limits.",
 )
 def drift(h: History) -> str | None:
-    # The newest iteration in which tokens of the policy that training started from are beyond the
-    # limits.
+    # The newest iteration with tokens of training's starting policy beyond the limits.
     held_to = limits(h.config.get("dtype"), h.config.get("device"), h.config.get("drift_limits"))
     training = h.config.get("training")
     for row in reversed(h.recent):
         compared = row.compared
-        # Rows of older versions of ttrl know no versions; with stale tokens among them they say
-        # nothing about drift.
+        # Rows of older ttrl releases know no policy versions. With stale tokens among them, they
+        # say nothing about drift.
         figures: Difference | None = compared if row.staleness.mean is None else None
         if compared.by_version is not None:
-            # An iteration that trained nothing has no policy of its own.
+            # An iteration without training has no policy of its own.
             before = (
                 one.iteration
                 for one in h.iterations
@@ -149,7 +145,7 @@ def no_gradient(h: History) -> str | None:
     return None
 
 
-# What comes of it
+# Results
 
 
 def _training_rewards(h: History) -> list[tuple[int, float]]:
@@ -163,9 +159,8 @@ def _at_the_top(values: Sequence[float]) -> bool:
 
 
 def _succeeds(h: History) -> bool:
-    """Tell whether there is little left to gain, or what the run is judged by rose beyond chance in
-    the last ten validations: by ranks (Mann-Kendall), since a rise that slows down is no straight
-    line.
+    """Tell whether little is left to gain, or the judged metric rose beyond chance in the last ten
+    validations. The test uses ranks (Mann-Kendall), as a slowing rise is no straight line.
     """
     points = h.held_out()[1]
     values = [y for _, y in (points if len(points) >= 4 else _training_rewards(h))[-2 * RECENT :]]
@@ -177,8 +172,8 @@ def _succeeds(h: History) -> bool:
 
 
 def _judged_trend(h: History) -> tuple[Trend, str] | None:
-    """Return a line through what the run is judged by, and how to say it; None if it is short, or
-    there is little left to gain."""
+    """Fit a line through the judged metric and word it; None if it is short or little is left to
+    gain."""
     name, points = h.held_out()
     label = f"The held-out {name}"
     if len(points) < 8:
@@ -201,8 +196,8 @@ def _judged_trend(h: History) -> tuple[Trend, str] | None:
     "wrong",
 )
 def reward_falls(h: History) -> str | None:
-    # Neighbouring iterations share tasks and weights, so that the error is too small: a fall has to
-    # be clear.
+    # Neighbouring iterations share tasks and weights, so the error is too small: only a clear fall
+    # counts.
     judged = _judged_trend(h)
     if judged is not None and judged[0].t < -3:
         return judged[1]
@@ -248,7 +243,7 @@ def overfits(h: History) -> str | None:
 _FAULT = re.compile(
     r"wrong|error|fail|invalid|illegal|trunc|cut|repeat|empty|refus|miss|penal|stop|bad"
 )
-"""Names of metrics that are best at zero."""
+"""Names of metrics with their best value at zero."""
 
 
 @rule(
@@ -259,8 +254,7 @@ _FAULT = re.compile(
     "right",
 )
 def solves_nothing(h: History) -> str | None:
-    # Partial credit that rises is what it should do at first; five points and three standard errors
-    # are a clear rise.
+    # Partial credit should rise at first; five points and three standard errors are a clear rise.
     for whose, pick, known in (
         ("held-out", held_out, [row.validation for row in h.rows]),
         ("training", metric, [row.metrics for row in h.rows]),
@@ -287,9 +281,7 @@ def solves_nothing(h: History) -> str | None:
 
 
 def _stays_near_zero(points: Sequence[tuple[int, float]]) -> bool:
-    """Tell whether a share was below a twentieth all the time and does not rise beyond its
-    noise.
-    """
+    """Tell whether a share stayed below a twentieth and does not rise beyond its noise."""
     line = trend(points)
     return line is not None and line.t < 2 and all(0 <= value < 0.05 for _, value in points)
 
@@ -304,7 +296,7 @@ def _stays_near_zero(points: Sequence[tuple[int, float]]) -> bool:
 )
 def off_policy(h: History) -> str | None:
     share = h.now(lambda row: row.compared.ess)
-    # With drift, older policies are not what is far apart.
+    # With drift, older policies do not explain the distance.
     if share is None or share >= 0.5 or drift(h) is not None:
         return None
     return (
@@ -323,8 +315,8 @@ def entropy_fell(h: History) -> str | None:
     now = h.now(lambda row: row.train.entropy)
     start = h.at_start(lambda row: row.train.entropy)
     right = h.share(lambda row: row.groups.all_right, lambda row: row.groups.total) or 0.0
-    # A policy that has solved its tasks is sure of them, and rightly, and one that still learns is
-    # on its way there: only uncertainty that was lost before counts.
+    # A policy is rightly sure of solved tasks, and one still learning is on its way there. Only
+    # uncertainty lost earlier counts.
     if (
         now is None
         or start is None
@@ -349,8 +341,7 @@ def entropy_fell(h: History) -> str | None:
 def entropy_rose(h: History) -> str | None:
     now = h.now(lambda row: row.train.entropy)
     start = h.at_start(lambda row: row.train.entropy)
-    # Twice as undecided and half a nat more: each token is then drawn from e^0.5 = 1.6 times as
-    # many.
+    # Twice as undecided and half a nat more: each token comes from e^0.5 = 1.6 times as many.
     if now is None or start is None or now <= 2 * start or now - start <= 0.5:
         return None
     return f"Entropy rose from {compact(start)} to {compact(now)} nats per token."
@@ -363,8 +354,8 @@ def entropy_rose(h: History) -> str | None:
 def clipped(h: History) -> str | None:
     low = h.now(lambda row: row.train.clip_fraction_low) or 0.0
     high = h.now(lambda row: row.train.clip_fraction_high) or 0.0
-    # PPO's implementations report 0.05 to 0.2; beyond 0.3 the later updates of an iteration are
-    # mostly thrown away.
+    # PPO implementations report 0.05 to 0.2. Beyond 0.3 the later updates of an iteration are
+    # mostly discarded.
     if low + high <= 0.3:
         return None
     return (
@@ -379,7 +370,7 @@ def gradient_grew(h: History) -> str | None:
     if len(norms) < 2 * RECENT:
         return None
     first, last = (statistics.median(part) for part in (norms[:RECENT], norms[-RECENT:]))
-    # Norms grow by small factors as fewer groups are left; ten times is a policy that runs away.
+    # Norms grow by small factors as fewer groups remain. Ten times is a runaway policy.
     if not first or last <= 10 * first:
         return None
     return (
@@ -417,7 +408,7 @@ def kl_rules(h: History) -> str | None:
     return None
 
 
-# What went wrong
+# Failures
 
 
 def _named(iterations: Sequence[int]) -> str:
@@ -464,8 +455,8 @@ def failures(h: History) -> tuple[Severity, str] | None:
         whose = f", {graders:g} of them in their graders"
     else:
         whose = ""
-    # One in a thousand is the odd answer that a grader did not expect; more than one in a hundred
-    # is a grader or server to mend.
+    # One in a thousand is the odd answer unforeseen by the grader. More than one in a hundred is a
+    # grader or server to fix.
     many = sampled and failed / sampled > 0.01
     return "warn" if many else "note", f"{failed:g}{of} samples failed and did not count{whose}."
 
@@ -556,7 +547,7 @@ def dropped_groups(h: History) -> str | None:
     )
 
 
-# What the groups have to teach, and what is sampled
+# Signal of the groups, and the samples
 
 
 @rule(
@@ -569,13 +560,11 @@ def dropped_groups(h: History) -> str | None:
     "wrong",
 )
 def too_hard(h: History) -> str | None:
-    # Below half, the other groups still carry an iteration; above it most of the sampling is spent
-    # on nothing.
+    # Below half, the other groups still give a signal; above it most sampling is wasted.
     share = h.share(lambda row: row.groups.all_wrong, lambda row: row.groups.total) or 0.0
     if share <= 0.5:
         return None
-    # What the grader itself says of wrong answers: what a more lenient one would call right, their
-    # form.
+    # The grader's own view of wrong answers: right under a more lenient one, or their form.
     names = {name for row in h.recent for name in row.metrics or {}}
     partly = {}
     for name in sorted(names - {"lenient"}):
@@ -597,8 +586,8 @@ def too_hard(h: History) -> str | None:
     "right",
 )
 def too_easy(h: History) -> str | None:
-    # A run that ends well has half to three quarters of its groups all right; above four fifths too
-    # little is left.
+    # A run ends well with half to three quarters of its groups all right. Above four fifths too
+    # little signal is left.
     share = h.share(lambda row: row.groups.all_right, lambda row: row.groups.total) or 0.0
     if share > 0.8:
         return f"In {percent(share)} of the groups every sample was right ({h.recently})."
@@ -629,7 +618,7 @@ def equal_rewards(h: History) -> str | None:
     "truncated",
 )
 def truncated(h: History) -> str | None:
-    # A few per cent are common with long reasoning; above a fifth, advantages mostly say "be
+    # A few per cent are common with long reasoning. Above a fifth, advantages mostly say "be
     # shorter".
     share = h.now(lambda row: row.rollouts.truncated) or 0.0
     if share <= 0.2:
@@ -665,8 +654,8 @@ def empty(h: History) -> str | None:
     "repeated",
 )
 def one_answer(h: History) -> str | None:
-    # Of four letters to choose from, the commonest is right in a third of the tasks; half of
-    # everything is too much.
+    # With four letters to choose from, the commonest is right in a third of the tasks; half of all
+    # samples is too much.
     share = h.now(lambda row: row.rollouts.commonest)
     tasks = h.now(lambda row: row.rollouts.commonest_tasks)
     if (
@@ -691,8 +680,7 @@ def one_answer(h: History) -> str | None:
     "repeated",
 )
 def stuck(h: History) -> str | None:
-    # Equal samples are what a solved task looks like; equal samples that could be better are what
-    # no gradient will change.
+    # Equal samples are normal for a solved task. If better ones exist, no gradient will lead there.
     share = h.now(lambda row: row.rollouts.stuck_groups)
     if share is None or share <= 0.25:
         return None
@@ -714,8 +702,7 @@ def length_rewarded(h: History) -> str | None:
     start = h.at_start(lambda row: row.rollouts.mean_length)
     if correlation is None or now is None or not start or abs(correlation) <= 0.4:
         return None
-    # Only where lengths follow: a correlation alone is often that long answers are those that lost
-    # their way.
+    # Only if lengths follow: long answers often score low simply because they lost their way.
     change = now / start - 1
     if abs(change) <= 0.3 or (change > 0) != (correlation > 0):
         return None

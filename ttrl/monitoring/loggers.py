@@ -1,10 +1,10 @@
-"""Where metrics go besides metrics.jsonl: the terminal, TensorBoard, W&B, torchtune's loggers, any
+"""Send metrics to more than metrics.jsonl: the terminal, TensorBoard, W&B, torchtune's loggers, any
 class with a log_dict.
 
-metrics.jsonl is the source. Each logger is given every row of it once, also after a crash, and also
-where it was added to a run later: logs/loggers.json holds what each has seen, and is written after
-it has. A crash in between repeats one iteration at most, which TensorBoard and W&B replace or
-ignore, as it has the same step. A logger that fails is reported once and never stops a run.
+metrics.jsonl is the source. Each logger gets every row once, even after a crash or if added to a
+run later: logs/loggers.json records each logger's rows after logging them. A crash in between
+repeats at most one iteration; TensorBoard and W&B replace or ignore the same step. A failing logger
+is reported once and never stops a run.
 """
 
 import contextlib
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 class MetricLogger(Protocol):
-    """What a logger must offer: torchtune's interface (torchtune.training.metric_logging), as far
-    as it is used.
+    """The required interface of a logger: the part used here of torchtune's
+    (torchtune.training.metric_logging).
     """
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         """Log all metrics of an iteration, by flat names."""
 
     def close(self) -> None:
-        """Finish: nothing is logged afterwards."""
+        """Finish; no more calls follow."""
 
 
 def flattened(row: MetricsRow) -> dict[str, float]:
@@ -59,7 +59,7 @@ def flattened(row: MetricsRow) -> dict[str, float]:
 
 
 class Loggers:
-    """All loggers of a run; `make_loggers` makes them."""
+    """All loggers of a run, created by `make_loggers`."""
 
     def __init__(self, named: Sequence[tuple[str, MetricLogger]], state: Path) -> None:
         self._named = list(named)
@@ -68,8 +68,8 @@ class Loggers:
         self._seen = read_seen(state)
 
     def log(self, rows: Sequence[MetricsRow]) -> None:
-        """Give each logger the rows that it has not seen yet, in order. Call it after each
-        iteration. Never raises.
+        """Give each logger its unseen rows, in order. Call it after each iteration. Never
+        raises.
         """
         before = dict(self._seen)
         for name, one in self._named:
@@ -79,14 +79,14 @@ class Loggers:
                 if not self._guarded(
                     name, functools.partial(one.log_dict, flattened(row), row.iteration)
                 ):
-                    break  # again with the next iteration
+                    break  # try again with the next iteration
                 self._seen[name] = row.iteration
         if self._seen != before:
             with contextlib.suppress(OSError):
                 write_json(self._path, {"seen": self._seen})
 
     def close(self) -> None:
-        """Let them write what they hold. Never raises."""
+        """Let the loggers flush their data. Never raises."""
         for name, one in self._named:
             self._guarded(name, one.close)
         self._named = []
@@ -110,7 +110,7 @@ class Loggers:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run, as a logger of the registry is given it."""
+    """A run, as given to a logger of the registry."""
 
     folder: Path
     console: Console
@@ -121,8 +121,8 @@ class LoggedRun:
 def make_loggers(
     entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]
 ) -> Loggers:
-    """Make the loggers of a run in `folder`, from `TrainConfig.loggers`; W&B shows `config` as the
-    run's. Raises ConfigError where one cannot be made, with what to do."""
+    """Create the loggers of a run in `folder` from `TrainConfig.loggers`; W&B shows `config` as the
+    run's. Raises ConfigError with a remedy if one cannot be made."""
     run = LoggedRun(folder, console, config)
     made: list[tuple[str, MetricLogger]] = []
     problems = []
@@ -166,7 +166,7 @@ def _make(name: str, arguments: dict[str, Any], run: LoggedRun) -> MetricLogger:
 
 
 class Stdout:
-    """A line for each iteration with every metric."""
+    """Writes a line with every metric for each iteration."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._console = run.console
@@ -182,8 +182,8 @@ class Stdout:
 
 
 class TensorBoard:
-    """One folder of event files for the run; TensorBoard purges what an interrupted process logged
-    beyond its next step.
+    """Writes one folder of event files for the run; TensorBoard purges steps logged by an
+    interrupted process beyond its next one.
     """
 
     def __init__(self, run: LoggedRun, log_dir: str | None = None) -> None:
@@ -206,7 +206,7 @@ class TensorBoard:
 
 @contextlib.contextmanager
 def _harmless_command() -> Iterator[None]:
-    """Hide what could be a secret in the command line, which W&B stores and uploads."""
+    """Hide possible secrets in the command line: W&B stores and uploads it."""
     before = sys.argv
     sys.argv = shown_words(before)
     try:
@@ -216,7 +216,7 @@ def _harmless_command() -> Iterator[None]:
 
 
 class WandB:
-    """One W&B run for a run folder, whose id is kept there. W&B ignores steps that it has seen.
+    """Logs a run folder as one W&B run and keeps its id there. W&B ignores steps already seen.
     Arguments go to wandb.init.
     """
 
@@ -238,7 +238,7 @@ class WandB:
             "id": run_id,
             "resume": "allow",
         }
-        # Its console capture would take over standard output, which is the person's.
+        # Its console capture would take over the person's standard output.
         settings = wandb.Settings(console="off", silent=True)
         given |= {"config": without_secrets(run.config), "settings": settings}
         with _harmless_command():

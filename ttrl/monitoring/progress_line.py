@@ -1,4 +1,4 @@
-"""The lines that each iteration leaves at the terminal."""
+"""Write the terminal lines of each iteration."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from ttrl.run_folder.reader import held_out_text
 from ttrl.text import compact, duration, percent
 
 INDENT = len("iteration   1  ")
-"""Where the words of an iteration's line begin."""
+"""Column of the first word after an iteration's number."""
 
 
 def iteration_lines(
@@ -19,8 +19,8 @@ def iteration_lines(
     found: Sequence[Finding] = (),
     said: Sequence[Finding] = (),
 ) -> list[str]:
-    """Return what the last iteration of `rows` learned and cost, how long the rest will take, how
-    training went, and what stands out (`found`) that was not `said` before."""
+    """Return results and cost of the last iteration of `rows`, the time left, the course of
+    training, and each finding in `found` not yet `said`."""
     row = rows[-1]
     left = seconds_left(rows, config)
     if config.stop_at is None:
@@ -38,17 +38,17 @@ def iteration_lines(
 
 
 def seconds_left(rows: Sequence[MetricsRow], config: TrainConfig) -> float | None:
-    """Estimate how long the iterations after the last of `rows` will take, by the mean of the last
-    five; None where nothing is left or known."""
+    """Estimate the time of the iterations after the last of `rows` from the mean of the last five;
+    None with nothing left or known."""
     left = config.iterations - rows[-1].iteration
-    # What was sampled beside the validation before, and trained nothing, has taken no time of its
-    # own: the next one will.
+    # Iteration 0 sampled during validation, without training, and took no time of its own. The next
+    # one will.
     known = [_longest(row.seconds) for row in rows if row.iteration][-5:]
     return left * sum(known) / len(known) if left > 0 and known else None
 
 
 def iteration_line(row: MetricsRow, config: TrainConfig) -> str:
-    """Return the line of an iteration: what it learned, and what it cost."""
+    """Return the line of an iteration: its results and its cost."""
     parts = []
     reward = number(row.reward)
     if reward is not None:
@@ -102,7 +102,7 @@ def iteration_line(row: MetricsRow, config: TrainConfig) -> str:
     ]
     if total >= 0.05 and row.dead_seconds is not None:
         phases.append(f"dead {percent(row.dead_seconds / total)}")
-    # Phases that overlap take longer together than the whole iteration.
+    # Overlapping phases take longer together than the whole iteration.
     parts.append(f"{total:.1f} s ({', '.join(phases)})")
     if row.iteration:
         name = f"iteration {row.iteration:3d}"
@@ -134,8 +134,8 @@ def _longest(seconds: PhaseSeconds) -> float:
 
 
 def training_details(row: MetricsRow) -> str:
-    """Return how the training went, as far as it is known: "entropy 0.12  grad 5.6  clipped 1.1%
-    …"; "" where nothing is.
+    """Return the known figures of training: "entropy 0.12  grad 5.6  clipped 1.1% …"; "" if none is
+    known.
     """
     parts = []
     for pick, name, as_share in _DETAILS:

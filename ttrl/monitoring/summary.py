@@ -1,12 +1,12 @@
-"""What a whole run came to, in a few lines: the console's last words, and the end of `ttrl report`.
+"""Sum up a whole run in a few lines, for the end of the console output and of `ttrl report`.
 
     held-out exact: start 0.5 (0), end 0.9 (20), best 0.91 (18), worst 0.48 (2); up 14, down 5, flat
     1; last 10: 0.88 … training reward: …
     advantages -2 to 2; KL 0.011, its share 8.2%, gradient norm 5.1, β 0.005 (means); 61.2 reward/s;
     graders 0.3 s an iteration
 
-Steps up and down are those of neighbouring values; as they are noisy, the means of the last ten and
-twenty say more, with their slopes (least squares).
+Steps up and down compare neighbouring values. These are noisy; the means of the last ten and
+twenty, with their slopes (least squares), say more.
 """
 
 import statistics
@@ -23,14 +23,14 @@ _EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Course:
-    """How a metric went over a run: values with their iterations."""
+    """The course of a metric over a run: values with their iterations."""
 
     values: list[float]
     iterations: list[int]
 
     @property
     def steps(self) -> tuple[int, int, int]:
-        """Count the steps up, down, and without a change."""
+        """Count the steps up, down and flat."""
         steps = [
             after - before for before, after in zip(self.values, self.values[1:], strict=False)
         ]
@@ -39,8 +39,8 @@ class Course:
         return up, down, len(steps) - up - down
 
     def moving(self, window: int) -> tuple[float, float] | None:
-        """Return the mean of the last `window` values, and their slope per iteration; None where
-        there are fewer.
+        """Return the mean of the last `window` values and their slope per iteration; None if there
+        are fewer.
         """
         if len(self.values) < window:
             return None
@@ -48,7 +48,7 @@ class Course:
         return statistics.fmean(self.values[-window:]), line.slope
 
     def line(self) -> str:
-        """Write it all in one line."""
+        """Write the whole course in one line."""
 
         def at(place: int) -> str:
             return f"{compact(self.values[place])} ({self.iterations[place]})"
@@ -70,7 +70,7 @@ class Course:
 
 
 def course(rows: Sequence[MetricsRow], pick: Pick) -> Course | None:
-    """Return how a figure went; None where fewer than two rows have it."""
+    """Return the course of a figure; None with fewer than two values."""
     known = [(value, row.iteration) for row in rows if (value := number(pick(row))) is not None]
     if len(known) > 1:
         return Course([value for value, _ in known], [iteration for _, iteration in known])
@@ -80,8 +80,8 @@ def course(rows: Sequence[MetricsRow], pick: Pick) -> Course | None:
 def summary_lines(
     rows: Sequence[MetricsRow], config: Mapping[str, Any], *, overfits: bool = False
 ) -> list[str]:
-    """Return the lines. rows: of metrics.jsonl, ascending. overfits: whether the run is validated
-    on what it is trained on.
+    """Return the lines. rows: of metrics.jsonl, ascending. overfits: whether the run validates on
+    its training tasks.
     """
     name = str(config.get("validation_metric") or "reward")
     if overfits:
@@ -132,7 +132,7 @@ _MEANS: dict[str, Pick] = {
 
 
 def overfits(tasks: Mapping[str, object]) -> bool:
-    """Tell from tasks.json whether a run is validated on the tasks that it is trained on."""
+    """Tell from tasks.json whether a run validates on its training tasks."""
     one = tasks.get("tasks")
     other = tasks.get("validation_tasks")
     return bool(one) and one == other

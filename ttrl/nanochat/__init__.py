@@ -4,4 +4,4 @@ checkpoints.
 
 MODEL_TYPE = "nanochat_2026"
 OWN_MODEL_TYPES = frozenset({MODEL_TYPE})
-"""Of models that neither transformers nor vLLM has a class for."""
+"""Models without a class in transformers or vLLM."""

@@ -4,7 +4,7 @@
 
 Reads `model_NNNNNN.pt`, `meta_NNNNNN.json` and `tokenizer.pkl` as nanochat writes them in 2026. No
 object of the files is built: torch loads weights alone (`weights_only`), and of the pickled
-tokenizer its ranks, pattern and special tokens are taken, by an unpickler that knows one class.
+tokenizer its ranks, pattern and special tokens are taken, by an unpickler with one class.
 """
 
 import json
@@ -60,16 +60,16 @@ CHAT_TEMPLATE = """\
 {{- '<|assistant_start|>' -}}
 {%- endif -%}
 """
-"""What nanochat's render_conversation writes: a system message stands before the first user's."""
+"""The output of nanochat's render_conversation: a system message stands before the first user's."""
 
 
 def convert(source: str | Path, out: str | Path, tokenizer: str | Path | None = None) -> Path:
-    """Write a model folder that every recipe and vLLM take, and return it.
+    """Write a model folder for every recipe and vLLM, and return it.
 
-    source: a folder of checkpoints, whose last step is taken, or one `model_NNNNNN.pt`. tokenizer:
-    the folder of `tokenizer.pkl`; None looks where nanochat keeps it, next to the folder of all
-    checkpoints. Weights are stored in float32. Raises UserError for files that are not there, or
-    not of a nanochat of 2026.
+    source: a folder of checkpoints (its last step is taken), or one `model_NNNNNN.pt`. tokenizer:
+    the folder of `tokenizer.pkl`; None: nanochat's own place, next to the folder of all
+    checkpoints. Weights are stored in float32. Raises UserError for missing files, or files not of
+    a nanochat of 2026.
     """
     weights, meta = _files(Path(source).expanduser())
     settings = _settings(meta)
@@ -96,7 +96,7 @@ def convert(source: str | Path, out: str | Path, tokenizer: str | Path | None = 
 
 
 def _files(source: Path) -> tuple[Path, Path]:
-    """Return the weights and what is told of them."""
+    """Return the weights and their metadata."""
     if source.is_dir():
         found = sorted(source.glob("model_*.pt"))
         if not found:
@@ -157,7 +157,7 @@ def _tokenizer_file(weights: Path, given: str | Path | None) -> Path:
 
 
 class _Encoding:
-    """Stands for tiktoken's Encoding, whose state is plain data."""
+    """Stands for tiktoken's Encoding and its plain-data state."""
 
     def __init__(self, *_: Any) -> None:
         self.state: dict[str, Any] = {}
@@ -179,8 +179,8 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that a `tokenizer.pkl` of nanochat describes, with a chat template. Runs
-    nothing of the file. Raises UserError where it describes none."""
+    """Return the tokenizer in nanochat's `tokenizer.pkl`, with a chat template. Runs nothing of the
+    file. Raises UserError if the file describes none."""
     if file.stat().st_size > _LARGEST_PICKLE:
         raise UserError(
             f"{file} has {file.stat().st_size / 1e6:.0f} MB; nanochat's tokenizers have less "
@@ -273,7 +273,7 @@ def _config(
 def _renamed(
     stored: Mapping[str, Tensor], config: NanochatConfig, vocabulary: int, weights: Path
 ) -> dict[str, Tensor]:
-    """Return the tensors by our names in float32, tables without the rows that pad them."""
+    """Return the tensors by our names in float32, tables without their padding rows."""
     found: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         tensor = tensor.float()

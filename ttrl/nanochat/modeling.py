@@ -1,9 +1,9 @@
 """Compute nanochat's model of 2026 (github.com/karpathy/nanochat, gpt.py at 92d63d4).
 
-Neither transformers nor vLLM has it: value embeddings, scalars for each layer, windows that
-alternate, each token's embedding mixed with the one before it ("smear"), and half-way states taken
-off at the end ("backout"). This class serves both sides: the trainer as any class of transformers,
-vLLM by its backend for such classes (`register`).
+Neither transformers nor vLLM has it: value embeddings, scalars for each layer, alternating windows,
+each token's embedding mixed with the one before it ("smear"), and half-way states taken off at the
+end ("backout"). This class serves both sides: the trainer as any class of transformers, vLLM by its
+backend for such classes (`register`).
 
 The smear is an attention layer in its own right, the first. It has a window of two tokens and equal
 scores, so it returns the mean of a token's embedding and the one before. A server therefore keeps
@@ -41,10 +41,10 @@ _SHARPNESS = 1.2
 
 
 class NanochatConfig(PretrainedConfig):
-    """What computes a nanochat model. `num_hidden_layers` counts the smear, which is layer 0.
+    """Configure a nanochat model. `num_hidden_layers` counts the smear, which is layer 0.
 
-    attention_windows: of each layer, how many tokens it looks back, its own included; None: all.
-    value_layers: the layers that have value embeddings.
+    attention_windows: of each layer, the tokens it looks back, its own included; None: all.
+    value_layers: the layers with value embeddings.
     """
 
     model_type = MODEL_TYPE
@@ -74,7 +74,7 @@ class NanochatConfig(PretrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.attention_windows = attention_windows or [2] + [None] * (num_hidden_layers - 1)
         self.value_layers = value_layers or []
-        # Not "rope_theta", which transformers would take for its own RoPE.
+        # Not "rope_theta": transformers would take it for its own RoPE.
         self.rope_base = rope_theta
         self.final_logit_softcapping = final_logit_softcapping
         self.initializer_range = initializer_range
@@ -88,7 +88,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 class _Attention(nn.Module):
-    """What the attention interface needs to know of a layer."""
+    """The attention interface's view of a layer."""
 
     is_causal = True
 
@@ -142,7 +142,7 @@ class Smear(GradientCheckpointingLayer):
         self.amount = nn.Parameter(torch.zeros(1))
 
     def forward(self, x_BTD: Tensor, positions_BT: Tensor, mask: Any, **others: Any) -> Tensor:
-        """Map embeddings [B, T, D] to what the layers begin with."""
+        """Map embeddings [B, T, D] to the input of the layers."""
         before_BTD = 2 * self.attn(x_BTD, mask, **others) - x_BTD
         gate_BT1 = self.amount.to(x_BTD.dtype) * torch.sigmoid(
             self.gate(x_BTD[..., :_SMEAR_CHANNELS])
@@ -221,7 +221,7 @@ class Feedforward(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
-    """A layer. It scales what comes in, and adds a part of what the first layer began with."""
+    """A layer. It scales its input, and adds a part of the first layer's input."""
 
     def __init__(self, config: NanochatConfig, number: int) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Block(GradientCheckpointingLayer):
         mask: Any,
         **others: Any,
     ) -> Tensor:
-        """Map hidden states [B, T, D]. start_BTD: what the smear returned. values_BTD: value
+        """Map hidden states [B, T, D]. start_BTD: the smear's output. values_BTD: value
         embeddings.
         """
         x_BTD = (
@@ -327,7 +327,7 @@ class NanochatModel(NanochatPreTrainedModel):
     def _masks(
         self, embedded: Tensor, attention_mask: Tensor | None, position_ids: Tensor
     ) -> list[Any]:
-        """Return the mask of each layer, None where the attention interface needs none."""
+        """Return the mask of each layer, None if the attention interface needs none."""
         found: dict[int | None, Any] = {}
         for window in set(self.config.attention_windows):
             overlay = None if window is None else sliding_window_overlay(window)
@@ -369,7 +369,7 @@ def _eager_attention(
 
 
 class Nanochat2026ForCausalLM(NanochatPreTrainedModel, GenerationMixin):
-    """The model with its head, whose logits are capped."""
+    """The model with its head and capped logits."""
 
     def __init__(self, config: NanochatConfig) -> None:
         super().__init__(config)

@@ -1,9 +1,8 @@
-"""Say what a run needs on disk, for a plan and for the check before anything starts.
+"""Compute a run's disk needs, for a plan and for the check before the start.
 
-Checkpoints and states are known from the model's config, or from those that are there already; how
-many there are at once follows from the rules of pruning. Rollouts and packed rows are measured on a
-run that continues; on a new one the check takes the most that `max_tokens` allows, and a plan takes
-what it expects.
+Sizes of checkpoints and states come from the model's config or from existing ones; the pruning
+rules give their largest number. A continued run measures its rollouts and packed rows. For a new
+run, the check takes the maximum under `max_tokens`, and a plan its expected lengths.
 """
 
 import errno
@@ -20,37 +19,36 @@ from ttrl.system.files import free_bytes, size_of
 from ttrl.text import si_spaced
 
 NEXT_ITERATIONS = 2
-"""Iterations that must fit, or the run is not started."""
+"""Iterations that must fit; otherwise the run does not start."""
 SAMPLED_TOKEN_BYTES = 40
-"""Bytes of a token in rollouts.jsonl: id, log-probability, text."""
+"""Bytes per token in rollouts.jsonl: id, log-probability, text."""
 _CACHED_TOKEN_BYTES = 20
 _FOLDERS = ("checkpoint", "state")
 
 
 @dataclass(frozen=True)
 class DiskNeeds:
-    """Bytes. `next` and `whole` come on top of what the run folder holds already."""
+    """Hold sizes in bytes. `next` and `whole` come on top of the run folder's present contents."""
 
     checkpoint: float
     state: float
     others: float
-    """Everything else that an iteration leaves: rollouts, packed rows, logs; the cache, where it is
-    a folder.
+    """All other files of an iteration: rollouts, packed rows, logs; also the cache, if it is a
+    folder.
     """
     next: float
-    """The most that checkpoints and states take until NEXT_ITERATIONS more iterations are finished.
-    """
+    """Peak of checkpoints and states during the next NEXT_ITERATIONS iterations."""
     whole: float
-    """The most until the end of the run."""
+    """Peak until the end of the run."""
     free: float | None
-    """None where the file system does not say."""
+    """None if the file system does not tell."""
 
 
 def disk_needs(
     config: TrainConfig, model: Path, folder: RunFolder, validation_tasks: int = 0
 ) -> DiskNeeds | None:
-    """Return what a run still needs; None where neither the model's config nor a checkpoint that is
-    there tells sizes.
+    """Return a run's remaining disk needs; None if neither the model's config nor an existing
+    checkpoint tells sizes.
     """
     done = _last_trained(folder)
     sizes = _measured(folder, done) or _estimated(config, model)
@@ -72,12 +70,12 @@ def needs_after(
     others: float,
     free: float | None,
 ) -> DiskNeeds:
-    """Return what a run needs after `done` iterations that left so many checkpoints and states of
-    these sizes.
+    """Return a run's needs after `done` iterations; `there` and `sizes` describe the checkpoints
+    and states on disk.
     """
 
     def more(last: int) -> float:
-        """Return what is added at the fullest moment until iteration `last` is finished."""
+        """Return the bytes added at the fullest moment up to the end of iteration `last`."""
         peaks = [most_kept(config, number) for number in range(done + 1, last + 1)]
         return max(
             (
@@ -102,8 +100,8 @@ def needs_after(
 def check_disk(
     config: TrainConfig, model: Path, folder: RunFolder, validation_tasks: int
 ) -> str | None:
-    """Return a warning where the whole run may not fit. Raises StorageError where the next
-    iterations cannot.
+    """Return a warning if the whole run may not fit. Raises StorageError if the next iterations
+    cannot.
     """
     needs = disk_needs(config, model, folder, validation_tasks)
     if needs is None:
@@ -162,7 +160,7 @@ def _estimated(config: TrainConfig, model: Path) -> tuple[float, float] | None:
             json.loads((model / "config.json").read_text(encoding="utf-8")),
             config.recipe_config({}),
         )
-    # A family that is not counted; it may still train.
+    # The costs do not cover this family; it may still train.
     except (OSError, ValueError, KeyError, TypeError, ModelFolderError):
         return None
     return each["checkpoint"], each["state"]

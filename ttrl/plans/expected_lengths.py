@@ -1,9 +1,9 @@
-"""Find how long prompts and completions of an iteration are: known from a run, counted in tasks, or
+"""Find the prompt and completion lengths of an iteration: known from a run, counted in tasks, or
 assumed.
 
-A group is a task's prompt, token by token (what prompts have in common is stored once in the
-trainer's rows), and the lengths of its completions. Assumed lengths are lognormal, cut off at
-`max_tokens`: what models answer is skewed to the right.
+A group holds the tokens of a task's prompt and the lengths of its completions. The trainer's rows
+store common parts of prompts once. Assumed lengths are lognormal, cut off at `max_tokens`: model
+answers are skewed to the right.
 """
 
 import math
@@ -22,24 +22,24 @@ from ttrl.system.files import read_jsonl
 from ttrl.tasks.task import Task
 
 PROMPT_TOKENS = 200
-"""Assumed, where there are no tasks."""
+"""Assumed if there are no tasks."""
 _COMPLETION_SHARE = 1 / 3  # of max_tokens; assumed
 _PROMPT_SIGMA, _COMPLETION_SIGMA = 0.3, 0.6  # of the lognormal distributions
-# That are made up; iterations of more are planned from a part of their groups.
+# Most made-up tokens; larger iterations are planned from a part of their groups.
 _MOST_TOKENS = 2_000_000
-_RUN_ITERATIONS = 3  # of a run, the newest
+_RUN_ITERATIONS = 3  # the newest of a run
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Values for what is not known; None: a default."""
+    """Hold values for unknown lengths; None: a default."""
 
     prompt_tokens: float | None = None
     """Mean length of prompts."""
     completion_tokens: float | None = None
     """Mean length of completions."""
     signal_share: float | None = None
-    """Share of the groups whose rewards differ, so that they are trained on; None: all."""
+    """Share of the groups with differing rewards, and so trained on; None: all."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -58,7 +58,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A prompt's token ids, and the lengths of its completions in tokens."""
+    """Hold a prompt's token ids and the lengths of its completions in tokens."""
 
     prompt: Sequence[int]
     completions: list[int]
@@ -66,23 +66,23 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class IterationLengths:
-    """Groups of an iteration, or of a part of it."""
+    """Hold the groups of an iteration, or of a part of it."""
 
     groups: list[PlannedGroup]
     scale: float
-    """How many times that an iteration is."""
+    """Size of the iteration, as a multiple of these groups."""
     prompts_from: str
     completions_from: str
-    """"assumed", "tasks", "probe", or "run": what the lengths come from."""
+    """Source of the lengths: "assumed", "tasks", "probe", or "run"."""
     signal_share: float = 1.0
-    """Share of the groups that are trained on."""
+    """Share of the groups used in training."""
     signal_from: str = "assumed"
 
 
 def assumed_lengths(
     config: TrainConfig, assumptions: Assumptions, vocabulary: int
 ) -> IterationLengths:
-    """Assume the lengths of a run of which only the config is known."""
+    """Assume a run's lengths from its config."""
     draw = np.random.default_rng(config.seed)
     mean = PROMPT_TOKENS if assumptions.prompt_tokens is None else assumptions.prompt_tokens
     count = _planned(config, mean + config.samples_per_task * completion_mean(config, assumptions))
@@ -96,8 +96,8 @@ def assumed_lengths(
 def task_lengths(
     config: TrainConfig, assumptions: Assumptions, tasks: Sequence[Task], tokenizer: Any
 ) -> IterationLengths:
-    """Count the prompts of an iteration's tasks, in the tokens of the model's chat template;
-    completions are assumed.
+    """Count the prompt tokens of an iteration's tasks under the model's chat template; assume the
+    completions.
     """
     draw = np.random.default_rng(config.seed)
     some = draw.choice(len(tasks), min(len(tasks), config.tasks_per_iteration), replace=False)
@@ -111,9 +111,7 @@ def task_lengths(
 
 
 def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
-    """Return the tokens of a task's messages. Raises UserError where the chat template refuses
-    them.
-    """
+    """Return a task's messages as tokens. Raises UserError if the chat template refuses them."""
     prompt = raw_prompt(task.messages)
     if prompt is not None:
         if isinstance(prompt, list):
@@ -129,8 +127,9 @@ def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
 
 
 def text_prompt_ids(prompt: str, tokenizer: Any) -> list[int]:
-    """Return the tokens of a prompt that no chat template makes, as a server is sent it: begun with
-    the tokenizer's special tokens (`<bos>`) once, whether the text brings them or not."""
+    """Return the tokens of a raw prompt, without a chat template, as sent to a server. They begin
+    with the tokenizer's special tokens (`<bos>`) once, even if the text already contains them.
+    """
     plain = list(tokenizer.encode(prompt, add_special_tokens=False))
     marked = list(tokenizer.encode(prompt))
     added = tokens_before(marked, plain)
@@ -141,8 +140,9 @@ def text_prompt_ids(prompt: str, tokenizer: Any) -> list[int]:
 
 
 def at_their_longest(config: TrainConfig, lengths: IterationLengths) -> IterationLengths:
-    """Return the same groups, all trained on, with completions of `max_tokens` where a row has room
-    for them: what memory is planned for, as models that answer in 16 tokens do not always."""
+    """Return the same groups, all trained on, with completions of `max_tokens` if a row has room.
+    Memory is planned for these: a model with 16-token answers may write longer ones later.
+    """
     groups = []
     for group in lengths.groups:
         longest = min(config.max_tokens, config.seq_len - len(group.prompt))
@@ -153,8 +153,9 @@ def at_their_longest(config: TrainConfig, lengths: IterationLengths) -> Iteratio
 
 
 def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> IterationLengths | None:
-    """Return what the newest of a run's iteration folders sampled; None where none has rollouts. In
-    samples of several turns, what stands between the turns counts as completion."""
+    """Return the lengths sampled in the newest of a run's iteration folders; None without rollouts.
+    In samples of several turns, the text between turns counts as completion.
+    """
     there = [path for path in iterations if (path / "rollouts.jsonl").is_file()][-_RUN_ITERATIONS:]
     groups: list[PlannedGroup] = []
     for path in there:
@@ -176,7 +177,7 @@ def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> Itera
 
 
 def _ids(sample: Sample) -> tuple[list[int] | None, int]:
-    """Return a sample's prompt, and how many tokens follow it."""
+    """Return a sample's prompt, and the number of tokens after it."""
     if sample.turns:
         prompt = sample.turns[0].prompt_token_ids
         total = sum(len(turn.prompt_token_ids or ()) + turn.num_tokens for turn in sample.turns)
@@ -185,7 +186,7 @@ def _ids(sample: Sample) -> tuple[list[int] | None, int]:
 
 
 def completion_mean(config: TrainConfig, assumptions: Assumptions) -> float:
-    """Return the mean length of completions in tokens, before anything is cut off."""
+    """Return the mean length of completions in tokens, before any cut."""
     given = assumptions.completion_tokens
     if given is None:
         return max(1.0, config.max_tokens * _COMPLETION_SHARE)
@@ -198,7 +199,7 @@ def lognormal(draw: np.random.Generator, mean: float, sigma: float, count: int) 
 
 
 def _planned(config: TrainConfig, tokens_of_group: float) -> int:
-    """Return how many groups the plan is made of."""
+    """Return the number of groups in the plan."""
     return max(1, min(config.tasks_per_iteration, int(_MOST_TOKENS / tokens_of_group)))
 
 
@@ -226,8 +227,8 @@ def _with_completions(
 
 
 def made_up_samples(lengths: IterationLengths, vocabulary: int, seed: int) -> list[TokenizedResult]:
-    """Return what the trainer would be given of the groups that are trained on: the prompts, and
-    completions of random tokens.
+    """Return the trainer's input for the groups with signal: the prompts, with random tokens as
+    completions.
     """
     draw = np.random.default_rng(seed)
     kept = max(1, round(lengths.signal_share * len(lengths.groups)))

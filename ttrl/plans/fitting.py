@@ -1,7 +1,7 @@
-"""Choose settings with which a trainer and its servers fit into GPUs that are given out.
+"""Choose settings to fit a trainer and its servers into the assigned GPUs.
 
-What one leaves on a GPU for the other is counted, and a share of the GPU stays free: the estimates
-of `ttrl.costs` are good to about 10%.
+Memory held on a GPU by one while the other works is counted. A share of each GPU stays free: the
+estimates of `ttrl.costs` are good to about 10%.
 """
 
 import dataclasses
@@ -31,46 +31,47 @@ from ttrl.plans.open_settings import FULL, LADDER, Choices, recipe_of, value_of,
 from ttrl.text import counted, gib
 
 _MOST = 0.95
-"""Of a GPU that trainer and server may fill at all. On an H100, gaps between tensors took 2 to 11%
-of their bytes; estimates have 6%."""
-_IN_TURN = 0.85  # of a GPU for a server that takes turns with a trainer
-_SERVED = 0.97  # of a GPU for a server, which measures what it takes, and all else on it
-_BESIDE = 0.35  # of a GPU for a server that stays while the trainer works, if there is room
-_SAMPLES = 4  # of the length of a row that a server's cache has room for at least
-_VLLM_SEQUENCES = 256  # of a step: the fewest that vLLM takes by itself on a GPU
-_MOST_SEQUENCES = 1024  # the most that it does
+"""Largest share of a GPU for trainer and server. On an H100, gaps between tensors took 2 to 11% of
+their bytes; estimates have 6%.
+"""
+_IN_TURN = 0.85  # of a GPU, for a server taking turns with a trainer
+_SERVED = 0.97  # of a GPU, for a server and everything else on it; the server measures its own use
+_BESIDE = 0.35  # of a GPU, for a server that stays while the trainer works, if there is room
+_SAMPLES = 4  # row lengths; the least room in a server's cache
+_VLLM_SEQUENCES = 256  # per step: vLLM's lowest default on a GPU
+_MOST_SEQUENCES = 1024  # per step: vLLM's highest default
 _FEWEST_SEQUENCES = 64
-_SMALL_STEP = 4096  # tokens of a step on GPUs below 70 GiB; vLLM takes 2,048 by itself
+_SMALL_STEP = 4096  # tokens per step on GPUs below 70 GiB; vLLM's default is 2,048
 _FEWEST_TOKENS = 2048
-_MOST_POSITIONS = 32_768  # of a microbatch: more is hardly faster
+_MOST_POSITIONS = 32_768  # per microbatch: more is hardly faster
 _IN_HOST = ("cpu_offload", "optimizer_on_cpu")
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Processes and what they share, before anything is known of memory."""
+    """Hold the processes and their sharing of GPUs, before any memory figures."""
 
     values: Mapping[str, Any]
     serving: int
     """GPUs for servers."""
     reasons: Mapping[str, str]
     from_files: tuple[str, str]
-    """What `weight_sync` is where weights do not go through memory, and why."""
+    """Value of `weight_sync` when weights do not go through memory, and the reason."""
 
 
 @dataclass(frozen=True)
 class _Server:
-    """What a server takes of each of its GPUs."""
+    """Hold a server's needs on each of its GPUs."""
 
     serving: Serving
     needed: float
-    """Bytes of its budget with which it can work."""
+    """Smallest working budget in bytes."""
     length: int | None
     """The context, if the model's own is too long."""
 
 
 class Fit:
-    """Chooses what a config leaves open besides, for GPUs that are given out."""
+    """Choose a config's other open settings for the assigned GPUs."""
 
     def __init__(
         self,
@@ -81,7 +82,9 @@ class Fit:
         count: int,
         host: float | None,
     ) -> None:
-        """Take over the choice of GPUs. memory: bytes of each; host: of the machine's own."""
+        """Start from a choice of GPUs. memory: bytes of each; host: bytes of the machine's own
+        memory.
+        """
         self.model = model
         self.given = config
         self.placed = placed
@@ -96,22 +99,22 @@ class Fit:
         self.base = recipe_of(config)
         self.own = serving_of(model, config, cuda=True, memory=memory)
         self.fixed = given_memory(config, memory)
-        """Bytes that the config gives to a server."""
+        """Server bytes set in the config."""
         self.together = shares_memory(config, cuda=True)
         self.waiting = sum(trainer_leaves(config, self.base).values())
-        """Bytes of a GPU that the trainer keeps while servers work."""
+        """Bytes of a GPU kept by the trainer while servers work."""
         longest = model_settings(model).get("max_position_embeddings")
         self.context = int(longest or config.seq_len)
         self.sample = PROMPT_TOKENS + completion_mean(config, Assumptions())
-        """Tokens of a sample and its prompt, assumed."""
+        """Assumed tokens of a sample and its prompt."""
 
     @property
     def config(self) -> TrainConfig:
-        """Return the config with what has been chosen so far."""
+        """Return the config with the choices made so far."""
         return with_values(self.given, self.values)
 
     def choices(self) -> Choices:
-        """Choose what the config leaves open, and say what does not fit."""
+        """Choose the config's open settings, and name any misfit."""
         takes_the_rest = self.together and self.fixed is None
         server = self._servers(0.5 if takes_the_rest else 1.0)
         served = self._alone(server.serving)
@@ -152,12 +155,12 @@ class Fit:
     # The servers
 
     def _share(self, taken: float, most: float) -> float:
-        """Return the bytes for a server, in hundredths of a GPU of which others have `taken`."""
+        """Return the bytes for a server, in hundredths of a GPU; others have `taken`."""
         left = math.floor(100 * (_SERVED - taken / self.memory)) / 100
         return self.memory * max(0.05, min(most, left))
 
     def _alone(self, serving: Serving) -> float:
-        """Return the bytes for a server while no trainer works on its GPUs."""
+        """Return the bytes for a server while its GPUs have no working trainer."""
         if self.fixed is not None:
             return self.fixed
         if self.config.placement == "split":
@@ -167,9 +170,9 @@ class Fit:
         return self._share(self.waiting + sum(beyond_budget(serving).values()), most)
 
     def _servers(self, part: float) -> _Server:
-        """Choose the servers, and how they compute.
+        """Choose the servers and their settings.
 
-        part: of the memory that they would have without a trainer.
+        part: of their memory without a trainer.
         """
         server = self._spread(part)
         serving = server.serving
@@ -196,10 +199,10 @@ class Fit:
         return server
 
     def _spread(self, part: float) -> _Server:
-        """Find the fewest GPUs that hold a server, with a busy one's cache or else a small one.
+        """Find the fewest GPUs to hold a server, with a busy server's cache or else a small one.
 
-        Smaller steps are better than a context that is shorter than the model's, and this is better
-        than more GPUs.
+        Prefer smaller steps to a context shorter than the model's, and a shorter context to more
+        GPUs.
         """
         caches = [_SAMPLES * min(self.context, self.given.seq_len)]
         if part == 1.0:
@@ -217,7 +220,7 @@ class Fit:
         return min(tried, key=lambda one: one.needed)
 
     def _sizes(self) -> list[int]:
-        """Return over how many GPUs a server's layers may be spread, ascending."""
+        """Return the possible numbers of GPUs for a server's layers, ascending."""
         if argument(self.given, "tensor_parallel_size", None) is not None:
             return [self.own.tensor_parallel]
         most = self.placed.serving // max(1, self.config.servers or 1)
@@ -225,7 +228,7 @@ class Fit:
         return [n for n in (1, 2, 4, 8, 16) if n <= most and heads % n == 0] or [1]
 
     def _steps(self) -> list[int]:
-        """Return how many tokens a step may have, descending."""
+        """Return the possible tokens per step, descending."""
         if not _has_chunks(self.given) or argument(self.given, "max_num_batched_tokens", None):
             return [self.own.step_tokens]
         fewest = _FEWEST_TOKENS
@@ -236,9 +239,9 @@ class Fit:
         return [tokens for tokens in steps if tokens >= fewest] or [fewest]
 
     def _needs(self, parallel: int, step_tokens: int, cache: int) -> list[_Server]:
-        """Return what a server needs with the model's whole context, and with a shorter one.
+        """Return a server's needs with the model's whole context, and with a shorter one.
 
-        cache: tokens that its cache has room for at least.
+        cache: least tokens in its cache.
         """
         sequences = self.own.sequences
         if argument(self.given, "max_num_seqs", None) is None:
@@ -260,28 +263,28 @@ class Fit:
         return [whole, _Server(serving, fixed + max(cache, row) * token, row)]
 
     def _suspends(self, gpus: int) -> bool:
-        """Return whether servers on so many GPUs each free NCCL's buffers to sleep."""
+        """Return whether servers on `gpus` GPUs each free NCCL's buffers to sleep."""
         name = "enable_nccl_comm_suspend"
         if argument(self.given, name, None) is not None:
             return self.own.suspends
         return gpus > 1 and self.config.server_sleeps and not lacks_argument(name)
 
     def _sequences(self, server: _Server, budget: float) -> _Server:
-        """Choose how many sequences a step has: an iteration's, if the cache has room for them."""
+        """Choose the sequences per step: an iteration's, if the cache has room for them."""
         config = self.config
         if argument(config, "max_num_seqs", None) is not None or not config.servers:
             return server
         serving = server.serving
         samples = config.tasks_per_iteration * config.samples_per_task
         samples = math.ceil(samples / config.servers_in_all)
-        most = min(_MOST_SEQUENCES, serving.step_tokens // 4)  # which leaves prompts room in a step
+        most = min(_MOST_SEQUENCES, serving.step_tokens // 4)  # leaves prompts room in a step
         wanted = min(most, max(_VLLM_SEQUENCES, 8 * math.ceil(samples / 8)))
         token = token_cache_bytes(self.model, serving)
         longest = self.given.context or server.length or self.context
         for sequences in range(wanted, min(_FEWEST_SEQUENCES, wanted) - 1, -8):
             serving = dataclasses.replace(serving, sequences=sequences)
             room = budget - sum(server_memory(self.model, serving).values())
-            # vLLM does not start unless its cache holds one sequence as long as the context.
+            # vLLM only starts if its cache holds one sequence of the full context.
             if room >= max(sequences * self.sample, longest) * token:
                 break
         why = f"sequences of a step; an iteration has {counted(samples, 'sample')} for a server"
@@ -294,7 +297,7 @@ class Fit:
         return dataclasses.replace(server, serving=serving)
 
     def _kept(self, server: _Server) -> float:
-        """Return the bytes of a GPU that servers keep while the trainer works."""
+        """Return the bytes of a GPU kept by servers while the trainer works."""
         if not self.config.servers_here:
             return 0.0
         if not self.together:
@@ -308,9 +311,9 @@ class Fit:
     # The trainer
 
     def _training(self, kept: float, wanted: float) -> float:
-        """Choose the trainer's settings that cost least and fit, or else need least.
+        """Choose the cheapest trainer settings that fit, or else those with the lowest need.
 
-        kept, wanted: bytes of a GPU that servers must and should have meanwhile. Returns the peak.
+        kept, wanted: bytes of a GPU for servers meanwhile, at least and at best. Returns the peak.
         """
         ranks = max(1, self.config.processes // self.base.tensor_parallel)
         workload = Workload(row_length=self.given.seq_len, rows=16)
@@ -324,7 +327,7 @@ class Fit:
         peak, settings = found[-1]
         if peak + wanted > FULL * self.memory:
             tight = [one for one in found if one[0] + kept <= _MOST * self.memory]
-            if tight:  # of those with the same result, the one with most room for an error
+            if tight:  # among equal results, the one with most room for an error
                 optimizer = tight[0][1]["optimizer"]
                 found = [one for one in tight if one[1]["optimizer"] == optimizer]
             peak, settings = min(found, key=lambda one: one[0])
@@ -336,9 +339,9 @@ class Fit:
         return peak
 
     def _ladder(self) -> Iterator[dict[str, Any]]:
-        """Yield the trainer's settings in the order of what they cost.
+        """Yield the trainer's settings in the order of their cost.
 
-        What changes no result comes before moments in 8 bits.
+        Settings without effect on results come before moments in 8 bits.
         """
         base = self.base
         given = {name: x for name, x in self.given.recipe_settings.items() if name in LADDER}
@@ -357,9 +360,10 @@ class Fit:
                 yield settings
 
     def _may_offload(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether activations may be where `settings` want them.
+        """Return whether activations may be placed as `settings` ask.
 
-        The host needs room for them, and recomputation keeps them few enough to go there and back.
+        The host needs room for them. Recomputation keeps them few enough for the trip there and
+        back.
         """
         if not settings["activation_offloading"] or self.base.activation_offloading:
             return True
@@ -396,7 +400,7 @@ class Fit:
             self.reasons["save_every"] = why
 
     def _problem(self, server: _Server, peak: float, kept: float, served: float) -> str | None:
-        """Say what does not fit; None if everything does."""
+        """Describe the misfit; None if everything fits."""
         config = self.config
         whole = gib(self.memory)
         if peak + kept > _MOST * self.memory:
@@ -421,7 +425,7 @@ class Fit:
             return f"does not fit: {budget}, and contexts and NCCL take {gib(others)}; {way}"
         there = [name for name in _IN_HOST if config.recipe_settings.get(name)]
         if self.host is not None and there:
-            # The trainer works there. What only waits there can be read from files instead.
+            # The trainer works there. Files can replace memory for parts merely waiting there.
             held = self._held_in_host(config)
             if held > self.host:
                 room = f"the machine's own memory, which has {gib(self.host)}"
@@ -430,7 +434,7 @@ class Fit:
 
 
 def _missing(config: TrainConfig, serving: int, count: int, each: int) -> str | None:
-    """Say which GPUs are not there. each: GPUs of a server."""
+    """Describe the missing GPUs. each: GPUs of a server."""
     there = counted(count, "GPU")
     processes = config.processes_here
     servers = config.servers_here
@@ -447,7 +451,7 @@ def _missing(config: TrainConfig, serving: int, count: int, each: int) -> str | 
 
 
 def _has_chunks(config: TrainConfig) -> bool:
-    """Return whether servers may divide a prompt; else a step has to have room for all of it."""
+    """Return whether servers may divide a prompt; otherwise a step must have room for all of it."""
     words = {name.replace("-", "_") for name in config.server}
     off = argument(config, "enable_chunked_prefill", True) is False
     return not off and "no_enable_chunked_prefill" not in words

@@ -1,9 +1,9 @@
-"""Know GPUs by their data sheets: by the driver's name for them, or by a user's.
+"""Describe GPUs by their data sheets, found by the driver's name or a user's.
 
-A name has to contain all of a sheet's words, as whole words: "L40S" is no L4, "GH200" no H200. If
-several sheets match, the one with the most words counts: "A100-SXM4-40GB" is an A100 of 40 GB. The
-memory in a name may be another's (a GH200's "480GB" is its CPU's), so a plan for this machine takes
-the memory from its devices.
+A name must contain all of a sheet's words, as whole words: "L40S" is no L4, "GH200" no H200. Among
+several matching sheets, the one with the most words counts: "A100-SXM4-40GB" is an A100 of 40 GB.
+The memory in a name may belong to another chip (a GH200's "480GB" is its CPU's), so a plan for this
+machine takes the memory from its devices.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from ttrl.errors import UserError
 
 @dataclass(frozen=True)
 class Sheet:
-    """The figures of a maker's data sheet."""
+    """Hold the figures of a maker's data sheet."""
 
     name: str
     words: frozenset[str]
     flops: float
-    """Dense bf16 FLOP/s, summed in fp32. See plans/seconds.py for the share that is reached."""
+    """Dense bf16 FLOP/s, summed in fp32. See plans/seconds.py for the share reached."""
     memory: float
     """Bytes."""
     bandwidth: float
@@ -77,7 +77,7 @@ SHEETS = (
     _sheet("RTX-PRO-6000", "pro 6000", 500, 96, 1792),
 )
 _USUAL = ("RTX4090", "RTX5090", "L40S", "H100", "RTX-PRO-6000")
-"""What "24GB", "32GB", … mean, of several GPUs with that memory."""
+"""GPU meant by "24GB", "32GB", …, among several with this memory."""
 _NO_BF16 = {"t4", "v100", "p100", "p40", "p4", "2080", "titan"}
 _OTHER_CHIPS = {"laptop", "mobile", "amd", "radeon", "instinct", "intel", "arc"}
 """Words of other chips under similar names: an "RTX 4090 Laptop GPU" is no RTX 4090."""
@@ -85,7 +85,7 @@ _QUARTERS = {"A30", "RTX-PRO-6000"}  # divide into four in MIG mode, all others 
 
 
 def sheet_of(name: str) -> Sheet | None:
-    """Return the sheet of a GPU by its driver's name for it; None for one without.
+    """Return the sheet for a GPU's driver name; None for a GPU without one.
 
     An instance in MIG mode ("NVIDIA H100 80GB HBM3 MIG 3g.40gb") has its share of the whole.
     """
@@ -110,9 +110,9 @@ def sheet_of(name: str) -> Sheet | None:
 
 
 def sheets_named(text: str) -> tuple[int, Sheet]:
-    """Return number and sheet of the GPUs a user names: "4090", "8xH100", "2 x 24GB".
+    """Return number and sheet of a user's GPUs: "4090", "8xH100", "2 x 24GB".
 
-    Raises UserError for a name that is not known.
+    Raises UserError for an unknown name.
     """
     parts = re.fullmatch(r"(?:([1-9]\d*)\s*x\s*)?(.+?)\s*", text.strip().lower())
     count = int(parts[1] or 1) if parts is not None else 1
@@ -131,7 +131,7 @@ def sheets_named(text: str) -> tuple[int, Sheet]:
 
 
 def _of_size(gigabytes: int) -> Sheet:
-    """Return a sheet for any GPU of a size: the nearest one's speed, with the memory asked for."""
+    """Return a sheet for any GPU of a size: the nearest one's speed, with the requested memory."""
     if not gigabytes:
         raise UserError("a GPU of 0 GB holds nothing; name its memory, such as 1x24GB")
     memory = gigabytes * 1e9

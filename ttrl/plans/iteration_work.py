@@ -1,4 +1,4 @@
-"""Count what an iteration consists of: samples, tokens, packed rows, optimizer steps, and its exact
+"""Count an iteration's contents: samples, tokens, packed rows, optimizer steps, and its exact
 floating-point operations.
 
 Rows come out of the packer itself, given the prompts and completions of random tokens; FLOPs come
@@ -25,7 +25,7 @@ from ttrl.plans.expected_lengths import IterationLengths, made_up_samples
 
 @dataclass(frozen=True)
 class Work:
-    """Counts of one iteration, as expected."""
+    """Hold the expected counts of one iteration."""
 
     tasks: int
     samples: int
@@ -38,22 +38,22 @@ class Work:
     completion_tokens: float
     """Sampled in an iteration."""
     signal_share: float
-    """Share of the groups that are trained on."""
+    """Share of the groups used in training."""
     rows: int
     filled_rows: int
-    """Without those that are only there so that each trainer process has as many."""
+    """Without rows added only to give each trainer process equally many."""
     seq_len: int
     row_length: int
     """Positions of the longest row, without padding behind it."""
     row_tokens: float
-    """Positions that hold a token; a prompt counts once in a row."""
+    """Positions with a token; a prompt counts once in a row."""
     logical_tokens: float
-    """Positions that rows without shared prompts would hold."""
+    """Positions of rows without shared prompts."""
     trained_tokens: float
     computed_tokens: float
-    """Positions that the trainer computes: rows are as long as the longest of their microbatch."""
+    """Positions computed by the trainer: rows are as long as the longest of their microbatch."""
     too_long: int
-    """Samples that do not fit into a row."""
+    """Samples too long for a row."""
     optimizer_steps: int
     microbatches: int
     """Per trainer process, over all optimizer steps."""
@@ -63,7 +63,7 @@ class Work:
 
     @property
     def fill(self) -> float:
-        """Return the share of the rows' positions that hold a token."""
+        """Return the share of the rows' positions with a token."""
         if self.rows:
             return self.row_tokens / (self.rows * self.seq_len)
         return 0.0
@@ -71,7 +71,7 @@ class Work:
 
 @dataclass(frozen=True)
 class PlannedFlops:
-    """Operations of an iteration, over all processes."""
+    """Hold the operations of an iteration, over all processes."""
 
     sampling: float
     training: float
@@ -84,7 +84,7 @@ class PlannedFlops:
 
 
 def pack(config: TrainConfig, lengths: IterationLengths, vocabulary: int) -> PackedTensors:
-    """Pack what was planned; an iteration has `lengths.scale` times as many rows."""
+    """Pack the planned groups; an iteration has `lengths.scale` times as many rows."""
     return packed_tensors_from_tokenized_results(
         made_up_samples(lengths, vocabulary, config.seed),
         seq_len=config.seq_len,
@@ -105,7 +105,7 @@ def work_of(
     packed: PackedTensors,
     validation_tasks: int,
 ) -> Work:
-    """Count what an iteration consists of."""
+    """Count the contents of an iteration."""
     prompts = [len(group.prompt) for group in lengths.groups]
     scale = lengths.scale
     completions = [length for group in lengths.groups for length in group.completions]
@@ -168,8 +168,9 @@ def flops_of(
     work: Work,
     block: int | None,
 ) -> PlannedFlops:
-    """Count the operations of an iteration. block: tokens of the blocks in which the server's
-    prefix cache keeps a prompt for its other samples; None: it is computed once."""
+    """Count the operations of an iteration. block: tokens per block of the server's prefix cache,
+    the unit of sharing a prompt among its samples; None: the whole prompt is computed once.
+    """
     shape = decoder.shape
     prompt_mean = round(work.prompt_mean)
     reads: list[tuple[int, int, int]] = []
@@ -181,7 +182,7 @@ def flops_of(
             known = (prompt - 1) // block * block
         reads += [(prompt, known if k else 0, n) for k, n in enumerate(group.completions)]
     share_sampled = work.completion_tokens / max(1.0, work.samples * work.completion_mean)
-    # Keys that each sees, itself included.
+    # Keys seen by each position, itself included.
     positions = packed.input_pos.numpy()[packed.group_ids.numpy() >= 0] + 1
     pairs = {
         window: int((positions if window is None else np.minimum(positions, window)).sum())

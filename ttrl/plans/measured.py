@@ -1,4 +1,4 @@
-"""Read what a run measured (rows of metrics.jsonl) in the terms of a plan."""
+"""Read a run's measurements (rows of metrics.jsonl) in the terms of a plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ PLAN_FILE = "plan.json"
 
 @dataclass(frozen=True)
 class Seconds:
-    """An expectation, and what it rests on: "rough", "probe" (measured before the run) or "run"
+    """Hold an expectation and its source: "rough", "probe" (measured before the run) or "run"
     (measured in it).
     """
 
@@ -20,11 +20,12 @@ class Seconds:
 
 
 def measured_in_run(rows: Sequence[MetricsRow], source: str = "run") -> dict[str, Seconds]:
-    """Return the mean seconds of each phase over a run's iterations, of all of them together
-    ("iteration": less than their sum where they overlap), and of what happens once: "server start",
-    "trainer start". The first iteration waits for a trainer that starts, and the last one samples
-    for nobody: the others count, if there are any. Where nothing was trained, nothing is known of
-    training, nor of whole iterations.
+    """Return a run's mean seconds of each phase, of whole iterations ("iteration": less than the
+    sum if phases overlap), and of the one-time "server start" and "trainer start".
+
+    The first iteration waits for a starting trainer, and the last one samples for no later one:
+    only the others count, if there are any. Without training, training and whole iterations stay
+    unknown.
     """
     seconds = {row.iteration: row.seconds for row in rows}
     numbers = sorted(number for number in seconds if number > 0)
@@ -60,5 +61,5 @@ def measured_in_run(rows: Sequence[MetricsRow], source: str = "run") -> dict[str
 
 
 def signal_share(rows: Sequence[MetricsRow]) -> float | None:
-    """Return the share of a run's groups that were trained on; None where none was packed."""
+    """Return the share of a run's groups used in training; None if none was packed."""
     return ratio(sum(row.groups.kept for row in rows), sum(row.groups.total for row in rows))

@@ -1,6 +1,4 @@
-"""Plan the memory of trainer and server, and how many sequences the server computes at the same
-time.
-"""
+"""Plan the memory of trainer and server, and the number of concurrent sequences in the server."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -40,11 +38,10 @@ _GIB = 2**30
 # Of the trainer's tensors, lost between them in glibc's heap: 0.1 to 0.35 measured.
 _HEAP_GAPS = 0.2
 _SERVER_IMPORTS = 1.35e9  # resident memory of vLLM's processes without model and cache, on CPU
-_GPU_PROGRAM = 3e9  # of the host's memory, for a process that computes on a GPU; assumed
+_GPU_PROGRAM = 3e9  # of the host's memory, for a process computing on a GPU; assumed
 _GPU_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
 _VLLM_BATCHES = ((160 * _GIB, 1024, 16_384), (70 * _GIB, 1024, 8192), (0, 256, 2048))
-"""vLLM's defaults: bytes of a GPU from which on it takes so many sequences, and tokens, in a step.
-"""
+"""vLLM's defaults: least bytes of a GPU, sequences per step, tokens per step."""
 _CPU_SEQUENCES, _CPU_STEP_TOKENS = 128, 2048  # the same on CPU
 _SUFFIXES = {
     "k": 1e3,
@@ -60,7 +57,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Bytes for each trainer process and server; on CUDA, for each GPU."""
+    """Hold bytes for each trainer process and server; on CUDA, for each GPU."""
 
     trainer: float
     """Peak."""
@@ -71,33 +68,33 @@ class PlannedMemory:
     """With all of its cache."""
     server_parts: Mapping[str, float]
     cache_tokens: int
-    """Tokens for which the server's KV cache has room."""
+    """Tokens of room in the server's KV cache."""
     sequences: int
-    """Sequences of the mean length that are in a server at the same time."""
+    """Sequences of the mean length in a server at the same time."""
     beside: tuple[int, int]
-    """How many trainer processes and servers share the memory: on CUDA, those on one GPU."""
+    """Numbers of trainer processes and servers sharing the memory: on CUDA, those on one GPU."""
     together: bool
-    """Whether both are there at the same time, on the same device or in the same memory."""
+    """Whether both exist at the same time, on the same device or in the same memory."""
     available: float
     """Memory of the device, or of the machine."""
     savings: Mapping[str, float] = field(default_factory=dict)
-    """Bytes that other settings would save of the trainer's peak."""
+    """Bytes saved of the trainer's peak by other settings."""
     held_out: float = 0.0
-    """Bytes of weights that servers take out of the machine's memory, where the trainer's processes
+    """Bytes of weights that servers read from the machine's memory, if the trainer's processes
     write them together.
     """
     host: Mapping[str, float] = field(default_factory=dict)
-    """On CUDA, what a run holds in the memory of the GPUs' host, by part."""
+    """On CUDA, a run's bytes in the memory of the GPUs' host, by part."""
     host_available: float | None = None
-    """Memory of that host, where it is this machine."""
+    """Memory of the host, if it is this machine."""
     left_by_server: float = 0.0
-    """Bytes of a GPU that a sleeping server keeps while the trainer works."""
+    """Bytes of a GPU kept by a sleeping server while the trainer works."""
     left_by_trainer: float = 0.0
-    """Bytes of a GPU that a waiting trainer keeps while the server works."""
+    """Bytes of a GPU kept by a waiting trainer while the server works."""
 
     @property
     def peak(self) -> float:
-        """Return the highest sum of all that share the memory."""
+        """Return the highest sum over all processes sharing the memory."""
         trainers = self.trainer * self.beside[0]
         servers = self.server * self.beside[1]
         if self.together:
@@ -114,9 +111,9 @@ def memory_of(
     machine: Machine,
     with_server: bool = True,
 ) -> PlannedMemory:
-    """Plan the memory of trainer and server. model: values of config.json. most: an iteration whose
-    completions are all as long as they may be; the trainer has to have room for that. On CUDA both
-    are assumed to share each GPU.
+    """Plan the memory of trainer and server. model: values of config.json. most: an iteration with
+    completions of the greatest length; the trainer needs room for it. On CUDA both are assumed to
+    share each GPU.
     """
     ranks = max(1, config.processes // recipe.tensor_parallel)
     workload = Workload(
@@ -126,7 +123,7 @@ def memory_of(
         microbatches=-(-most.microbatches // max(1, most.optimizer_steps)),
         longest_sample=most.longest_sample,
     )
-    # A microbatch holds no more rows than an optimizer step has for this process.
+    # A microbatch holds no more rows than this process's part of an optimizer step.
     rows_of_step = -(-most.rows // max(1, most.optimizer_steps) // ranks) or 1
     recipe = dataclasses.replace(
         recipe, rows_per_microbatch=max(1, min(recipe.rows_per_microbatch, rows_of_step))
@@ -174,8 +171,9 @@ def memory_of(
 def host_needs(
     model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig
 ) -> dict[str, float]:
-    """Return the bytes that a run holds in the memory of its GPUs' host, by part: what the trainer
-    parks there, or has there for good, and the weights that servers take out of it."""
+    """Return a run's bytes in the memory of its GPUs' host, by part: the trainer's parked or
+    permanent parts, and the weights read by servers.
+    """
     ranks = max(1, config.processes // recipe.tensor_parallel)
     on_gpu = dataclasses.replace(recipe, cpu_offload=False, optimizer_on_cpu=False)
     held = training_memory(model, on_gpu, Workload(1), device="cuda", ranks=ranks).moments[
@@ -212,10 +210,9 @@ def parks(config: TrainConfig, recipe: GRPOConfig, *, cuda: bool) -> bool:
 
 
 def server_leaves(model: Mapping[str, Any], config: TrainConfig, serving: Serving) -> Parts:
-    """Return the bytes of a GPU that a server keeps while the trainer works, by part.
+    """Return the bytes of a GPU kept by a server while the trainer works, by part.
 
-    Only one that sleeps keeps any: one that is stopped is gone, and `placement` "split" shares no
-    GPU.
+    Only a sleeping server keeps any: a stopped one is gone, and `placement` "split" shares no GPU.
     """
     shares = config.placement != "split" and config.servers_here > 0
     if shares and config.server_sleeps:
@@ -224,9 +221,7 @@ def server_leaves(model: Mapping[str, Any], config: TrainConfig, serving: Servin
 
 
 def trainer_leaves(config: TrainConfig, recipe: GRPOConfig) -> Parts:
-    """Return the bytes of a GPU that a resident trainer keeps while the servers on it work, by
-    part.
-    """
+    """Return the bytes of a GPU kept by a resident trainer while its servers work, by part."""
     shares = config.placement != "split" and config.servers_here > 0
     if not shares or config.trainer != "resident":
         return {}
@@ -253,7 +248,7 @@ def _dtype(config: TrainConfig, cuda: bool) -> str:
 
 def shares_memory(config: TrainConfig, *, cuda: bool) -> bool:
     """Return whether trainer and server are in the same memory at the same time: the machine's, or
-    on CUDA that of a GPU.
+    a GPU's on CUDA.
     """
     if cuda and (config.placement == "split" or not config.servers_here):
         return False
@@ -266,7 +261,7 @@ def shares_memory(config: TrainConfig, *, cuda: bool) -> bool:
 
 
 def argument(config: TrainConfig, name: str, default: Any) -> Any:
-    """Return one of vLLM's arguments, as the config names it."""
+    """Return one of vLLM's arguments under its name in the config."""
     value = config.server.get(name, config.server.get(name.replace("_", "-")))
     if value is None:
         return default
@@ -274,8 +269,8 @@ def argument(config: TrainConfig, name: str, default: Any) -> Any:
 
 
 def _number(config: TrainConfig, name: str, default: float) -> float:
-    """Return an argument that vLLM takes as a number, or as one with a suffix: 4k is 4000, 4K is
-    4096. Raises UserError.
+    """Return a numeric argument of vLLM, with or without a suffix: 4k is 4000, 4K is 4096. Raises
+    UserError.
     """
     value = argument(config, name, default)
     digits, factor = (
@@ -291,9 +286,9 @@ def _number(config: TrainConfig, name: str, default: float) -> float:
 
 
 def vllm_batch(memory: float) -> tuple[int, int]:
-    """Return vLLM's own max_num_seqs and max_num_batched_tokens for a GPU with so many bytes.
+    """Return vLLM's own max_num_seqs and max_num_batched_tokens for a GPU of `memory` bytes.
 
-    For an A100, which is no faster with more tokens in a step, vLLM takes its smallest whatever the
+    An A100 gains no speed from more tokens in a step, so vLLM takes its smallest values for any
     memory.
     """
     return next((seqs, tokens) for least, seqs, tokens in _VLLM_BATCHES if memory >= least)
@@ -302,7 +297,7 @@ def vllm_batch(memory: float) -> tuple[int, int]:
 def serving_of(
     model: Mapping[str, Any], config: TrainConfig, *, cuda: bool, memory: float = 0.0
 ) -> Serving:
-    """Return how the config's servers compute. memory: bytes of a GPU. Raises UserError."""
+    """Return the server settings of a config. memory: bytes of a GPU. Raises UserError."""
     if cuda:
         sequences, step_tokens = vllm_batch(memory)
     else:
@@ -322,9 +317,7 @@ def serving_of(
 
 
 def given_memory(config: TrainConfig, memory: float) -> float | None:
-    """Return the bytes of a GPU that the config gives to a server; None where it leaves that
-    open.
-    """
+    """Return the bytes of a GPU given to a server by the config; None if left open."""
     share = argument(config, "gpu_memory_utilization", None)
     if share is None:
         return None
@@ -334,7 +327,7 @@ def given_memory(config: TrainConfig, memory: float) -> float | None:
 def _server(
     model: Mapping[str, Any], config: TrainConfig, serving: Serving, machine: Machine
 ) -> tuple[int, dict[str, float]]:
-    """Return how many tokens its KV cache has room for, and what it holds, by part."""
+    """Return the tokens of room in its KV cache, and its contents by part."""
     parts = server_memory(model, serving, cuda=machine.cuda)
     if machine.cuda:
         allowed = given_memory(config, machine.memory)
@@ -346,6 +339,6 @@ def _server(
     if argument(config, "kv_cache_memory_bytes", None) is not None:
         room = _number(config, "kv_cache_memory_bytes", room)
     room = max(0.0, room)
-    # It takes all of its cache when it starts, and writes to it.
+    # It takes all of its cache at the start, and writes to it.
     tokens = int(room / token_cache_bytes(model, serving))
     return tokens, {name: size for name, size in parts.items() if size} | {"cache": room}

@@ -1,8 +1,8 @@
-"""Choose what a config leaves open about GPUs: which train, which serve, and how both fit.
+"""Choose a config's open GPU settings: trainer GPUs, server GPUs, and a fit for both.
 
-One pure function of the model's config.json, the GPUs' memory and the config, for `train`, `plan`
-and `ttrl plan` alike. What the config sets stays as it is, and on CPUs nothing is chosen. Rows are
-taken to be full. Adapters are advised, never chosen: they change what is trained.
+One pure function of the model's config.json, the GPUs' memory and the config serves `train`, `plan`
+and `ttrl plan` alike. Settings in the config stay, and on CPUs nothing is chosen. Rows are assumed
+full. Adapters are advised, never chosen: they change the result of training.
 
 The figures are those of `ttrl.costs`. A trainer's were compared with an H100. Trainer and server
 together have worked in turn on one GPU, and were measured on none.
@@ -21,7 +21,7 @@ from ttrl.plans.open_settings import CHOSEN, Choices, recipe_of, value_of, with_
 from ttrl.text import counted
 
 IGNORE_VARIABLE = "TTRL_IGNORE_MEMORY"
-"""Set to 1: a run starts although it does not fit by the figures."""
+"""Set to 1: start a run despite a predicted lack of memory."""
 _ADVISED_RANK = 32
 _MOST_ADVICE = 4
 
@@ -34,11 +34,10 @@ def choose(
     host: float | None = None,
     advise: bool = True,
 ) -> Choices:
-    """Choose what `config` leaves open.
+    """Choose the open settings of `config`.
 
     model: values of config.json. gpus: bytes of each GPU of this machine; none: a CPU. host: bytes
-    of the machine's own memory, if they are known. advise: look for what would fit if this does
-    not.
+    of the machine's own memory, if known. advise: look for fitting changes if this does not fit.
 
     Raises ConfigError, ModelFolderError.
     """
@@ -64,14 +63,14 @@ def choose(
 
 
 def refuse(choices: Choices) -> None:
-    """Raise ConfigError for what cannot run, unless the user has said that it shall be tried."""
+    """Raise ConfigError for an impossible run, unless the user insists on trying."""
     problems = refused(choices)
     if problems:
         raise ConfigError("TrainConfig", problems)
 
 
 def refused(choices: Choices) -> list[str]:
-    """Return what `refuse` would raise an error for, one line each."""
+    """Return the errors of `refuse`, one line each."""
     if choices.problem is None:
         return []
     if not choices.trainer:  # it is not about memory
@@ -83,7 +82,7 @@ def refused(choices: Choices) -> list[str]:
 
 
 def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> Iterator[Placed]:
-    """Yield the ways to give out `count` GPUs, the one to be preferred first; at least one."""
+    """Yield the ways to divide `count` GPUs, the preferred one first; at least one."""
     recipe = recipe_of(config)
     usable = []
     for number in range(1, count + 1):
@@ -135,7 +134,7 @@ def _ways_out(
     gpus: Sequence[float],
     host: float | None,
 ) -> list[str]:
-    """Return changes of a config that does not fit with which it would, the nearest first."""
+    """Return changes to make an unfitting config fit, the nearest first."""
 
     def fits(other: TrainConfig, count: int = len(gpus)) -> bool:
         made = choose(model, other, [min(gpus)] * count, host=host, advise=False)
@@ -153,7 +152,7 @@ def _ways_out(
 
 
 def _changes(model: Mapping[str, Any], config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield changes that save memory, in words and made, the nearest first."""
+    """Yield memory-saving changes, in words and as configs, the nearest first."""
     given = [name for name in CHOSEN if value_of(config, name) is not None]
     if given:
         yield f"leave out {', '.join(given)}", _without(config, given)
@@ -180,7 +179,7 @@ def _changes(model: Mapping[str, Any], config: TrainConfig) -> Iterator[tuple[st
 
 
 def _without(config: TrainConfig, names: Sequence[str]) -> TrainConfig:
-    """Return a config that leaves some of CHOSEN open."""
+    """Return a config with some of CHOSEN left open."""
     defaults = TrainConfig.defaults()
     changes: dict[str, Any] = {name: defaults[name] for name in names if "." not in name}
     for group in ("training", "server"):

@@ -1,4 +1,4 @@
-"""Name the settings about GPUs that a run may leave open, and read and write their values."""
+"""Name a run's optional GPU settings, and read and write their values."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ LADDER = (
     "activation_offloading",
     "rows_per_microbatch",
 )
-"""The trainer's, the one that costs most first."""
+"""The trainer's, the most costly first."""
 CHOSEN = (
     *("placement", "nproc_per_node", "servers", "weight_sync"),
     *(f"training.{name}" for name in reversed(LADDER)),
@@ -24,26 +24,26 @@ CHOSEN = (
 )
 """All of them."""
 FULL = 0.9
-"""Of a GPU that trainer and server may fill by estimates that are good to about 10%."""
+"""Share of a GPU for trainer and server, by estimates good to about 10%."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """A config without gaps, why it was chosen, and what it needs."""
+    """Hold a config without gaps, the reasons for its choices, and its needs."""
 
     config: TrainConfig
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """By setting that was chosen, such as "training.rows_per_microbatch"."""
+    """By chosen setting, such as "training.rows_per_microbatch"."""
     trainer: float = 0.0
     """Peak of one GPU in bytes, while it trains full rows."""
     kept: float = 0.0
-    """Bytes of one GPU that servers keep meanwhile: all of theirs, or what sleep leaves."""
+    """Bytes of one GPU kept by servers meanwhile: all of theirs, or the rest left by sleep."""
     server: float = 0.0
-    """Bytes of one GPU that a server can work with; it takes all of `gpu_memory_utilization`."""
+    """Least bytes of one GPU for a working server; it takes all of `gpu_memory_utilization`."""
     memory: float = 0.0
     """Bytes of one GPU."""
     problem: str | None = None
-    """Why it cannot run, and what would."""
+    """Why it cannot run, and a way out."""
 
     @property
     def is_tight(self) -> bool:
@@ -51,7 +51,7 @@ class Choices:
         return self.trainer + self.kept > FULL * self.memory
 
     def summary(self) -> str:
-        """Return what was chosen, in a line; "" where nothing was."""
+        """Return the choices in a line; "" without any."""
         parts = []
         for name in CHOSEN:
             if name in self.reasons:
@@ -61,7 +61,7 @@ class Choices:
 
 
 def value_of(config: TrainConfig, name: str) -> Any:
-    """Return a setting by its name in CHOSEN; None where it is left open."""
+    """Return a setting by its name in CHOSEN; None if left open."""
     group, _, key = name.rpartition(".")
     if group == "server":
         return argument(config, key, None)
@@ -86,7 +86,7 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 
 
 def as_begun(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
-    """Return the config of a run that is continued, with gaps filled out of its config.yaml."""
+    """Return the config of a continued run, with gaps filled from its config.yaml."""
     known = {name: value for name, value in saved.items() if name in vars(config)}
     before, _ = TrainConfig.examine(known)
     missing = {name: value_of(before, name) for name in CHOSEN if value_of(config, name) is None}
@@ -95,6 +95,6 @@ def as_begun(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
 
 
 def recipe_of(config: TrainConfig) -> GRPOConfig:
-    """Return the recipe's config as it will be on a GPU."""
+    """Return the recipe's config for a GPU."""
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     return config.recipe_config({"dtype": dtype})

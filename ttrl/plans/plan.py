@@ -1,4 +1,4 @@
-"""What a plan holds, and the table of it for terminals of 80 columns."""
+"""Hold a plan, and print its table for terminals of 80 columns."""
 
 import dataclasses
 import textwrap
@@ -30,7 +30,7 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The expected cost of a run. `str()` is a table for terminals, `to_dict` plain values."""
+    """Hold the expected cost of a run. `str()` is a table for terminals, `to_dict` plain values."""
 
     model: str
     parameters: int
@@ -46,26 +46,28 @@ class Plan:
     flops: PlannedFlops
     memory: PlannedMemory
     disk: Mapping[str, float]
-    """Bytes: "checkpoint" and "state" of an iteration, "most" that the run holds at the same time,
-    "free" now (where it is this machine that is planned for)."""
+    """Bytes: "checkpoint" and "state" of an iteration, "most" held by the run at the same time,
+    "free" now (if the plan is for this machine).
+    """
     seconds: PlannedSeconds
     price_per_hour: float | None
     measured_memory: Mapping[str, float]
     """Peaks of a probe: "trainer", "server"; empty without."""
     with_server: bool
-    """False for a recipe's config: nothing is known of sampling."""
+    """False for a recipe's config: it says nothing of sampling."""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """What the config leaves open, by setting: the value chosen for these GPUs, and why."""
+    """Chosen settings: the value for these GPUs, and the reason."""
     warnings: list[str] = field(default_factory=list)
     active_parameters: int | None = None
-    """Of a mixture of experts, those that are active for a token."""
+    """Active parameters per token in a mixture of experts."""
     attending: str | None = None
-    """How many layers attend, in words, unless all do."""
+    """Number of attention layers, in words, unless all attend."""
 
     @property
     def validations(self) -> int:
-        """Return how often the held-out tasks are asked: of the first, the last and every
-        `validate_every`-th policy."""
+        """Return the number of validations: for the first, the last and every `validate_every`-th
+        policy.
+        """
         return 1 + -(-self.iterations // self.validate_every)
 
     @property
@@ -91,14 +93,14 @@ class Plan:
 
     @property
     def does_not_fit(self) -> str | None:
-        """Return the warning that memory is too small; None where it is not."""
+        """Return the warning about too little memory; None if it fits."""
         return next(
             (warning for warning in self.warnings if warning.startswith("does not fit")), None
         )
 
     @property
     def is_rough(self) -> bool:
-        """Return whether a phase's seconds are not measured."""
+        """Return whether any phase's seconds are unmeasured."""
         return any(phase.source == "rough" for phase in self.seconds.phases.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +128,7 @@ class Plan:
 
 
 def plan_text(plan: Plan) -> str:
-    """Write everything that a person wants to know before a run."""
+    """Write everything a person wants to know before a run."""
     seconds = plan.seconds
     lines = [f"\nPlan: {plan.model}"]
     if plan.trained_parameters == plan.parameters:
@@ -242,7 +244,7 @@ def _iteration(plan: Plan) -> list[str]:
 
 
 def _held_out(plan: Plan) -> str:
-    """Say what validation adds to what the whole run samples."""
+    """Describe the share of validation in the run's samples."""
     work = plan.work
     every = "each iteration"
     if plan.validate_every > 1:
@@ -352,7 +354,7 @@ def _time(plan: Plan) -> list[str]:
 
 
 def _clock(seconds: float, digits: int = 2) -> str:
-    """Return seconds for a column; hours and days where nobody reads seconds any more."""
+    """Return seconds for a column; hours and days once seconds become hard to read."""
     return f"{f'{seconds:.{digits}f} s' if seconds < 3600 else duration(seconds):>11}"
 
 

@@ -15,7 +15,7 @@ from ttrl.system.gpus import Gpu, in_child, visible_gpus
 from ttrl.system.memory_limit import memory_bytes
 from ttrl.system.processor import best_product, cpu_name
 
-_SECONDS = 0.05  # that a product is measured, as `ttrl.training.timing` does
+_SECONDS = 0.05  # of measuring a product, as `ttrl.training.timing` does
 _ROUNDS = 8  # at least: other programs may be running too
 _OPERATIONS = 2e9  # of one product
 _MEASURE = """
@@ -28,7 +28,7 @@ print(matmul_speed(tuple(product), "cuda", dtype, None))
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware that trainer and server run on."""
+    """Describe the hardware under trainer and server."""
 
     name: str
     cuda: bool
@@ -41,9 +41,9 @@ class Machine:
     source: str
     """"measured" or "data sheet"."""
     gpus: int = 1
-    """GPUs of this kind that the machine has."""
+    """GPUs of this kind in the machine."""
     host: float | None = None
-    """Bytes of the machine's own memory, where its GPUs are here."""
+    """Bytes of the machine's own memory, if its GPUs are here."""
 
 
 _CPU_BANDWIDTH = 20e9  # of two channels in use; assumed
@@ -59,7 +59,7 @@ def gpu_named(name: str) -> Machine:
 def devices_here() -> list[Gpu]:
     """Return this machine's GPUs, in CUDA's order; [] if PyTorch has no use for them.
 
-    Raises UserError for a driver that PyTorch cannot use.
+    Raises UserError for a driver unusable by PyTorch.
     """
     import torch
 
@@ -74,7 +74,7 @@ def gpus_here() -> list[float]:
 
 
 def host_here() -> float:
-    """Return the bytes of memory that this machine, or the container, has for its processes."""
+    """Return the bytes of memory available to processes on this machine or in the container."""
     return memory_bytes()[0]
 
 
@@ -100,7 +100,7 @@ def _gpu_here(dtype: str, product: tuple[int, int]) -> Machine:
         )
     first = gpus[0]
     sheet = sheet_of(first.name)
-    # A run plans while its servers start, and they would miss what a measurement takes of a GPU.
+    # A run plans while its servers start; a measurement would take GPU memory from them.
     if sheet is None:
         speed = float(in_child(_MEASURE, json.dumps([product, dtype])))
         bandwidth = speed / 250
@@ -117,7 +117,7 @@ def _gpu_here(dtype: str, product: tuple[int, int]) -> Machine:
 def matmul_speed(product: tuple[int, int], device: str, dtype: str, threads: int | None) -> float:
     """Return the FLOP/s of the fastest of several products, now or ever: see `best_product`.
 
-    On "cuda" this takes a context, so call it in a child process.
+    On "cuda" this creates a context, so call it in a child process.
     """
     import torch
 

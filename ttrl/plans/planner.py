@@ -1,10 +1,9 @@
-"""Make a plan of a run: what an iteration consists of, memory, disk, seconds, and what is wrong
-with it.
+"""Plan a run: contents of an iteration, memory, disk, seconds, and warnings.
 
 Counted exactly, for prompts and completions of the given or assumed lengths: samples, tokens,
 packed rows, optimizer steps, FLOPs. Estimated: memory (`ttrl.costs.memory`, within some 10% on
-CPU), disk, seconds. Seconds are rough unless they were measured, in a probe (`ttrl.loop.run_plan`)
-or in the run itself.
+CPU), disk, seconds. Seconds are rough unless measured, in a probe (`ttrl.loop.run_plan`) or in the
+run itself.
 """
 
 import contextlib
@@ -83,12 +82,12 @@ _NO_SECONDS = {
     ),
     *("trainer_restarts", "join_timeout", "start_timeout", "sampling_workers"),
 }
-"""Settings that hardly change what an iteration takes."""
+"""Settings with little effect on an iteration's cost."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """The findings of a probe."""
+    """Hold the findings of a probe."""
 
     lengths: IterationLengths
     seconds: Mapping[str, Seconds]
@@ -113,9 +112,9 @@ def make_plan(
 ) -> Plan:
     """Plan a run of `config`, without running anything but a matrix product.
 
-    probed: the findings of a probe. tokenizer: the model's, to count prompts with; None: it is
-    loaded where there are tasks. gpu: a name or size as for `ttrl.plans.gpu_sheets.sheets_named`.
-    The other arguments are those of `ttrl.plan`.
+    probed: the findings of a probe. tokenizer: the model's, to count prompts with; None: load it if
+    there are tasks. gpu: a name or size as for `ttrl.plans.gpu_sheets.sheets_named`. The other
+    arguments are those of `ttrl.plan`.
 
     Raises ConfigError, ModelFolderError, UserError.
     """
@@ -185,7 +184,7 @@ def make_plan(
         seconds,
         len(tasks) or counts.get("tasks"),
     )
-    # And says with what it would.
+    # It also names a way out, so it replaces the warning.
     if (choices.problem or "").startswith("does not fit: the trainer needs"):
         warned = [
             warning for warning in warned if not warning.startswith("does not fit: the trainer (")
@@ -234,13 +233,12 @@ def make_plan(
 
 
 def measure_machine(config: TrainConfig, folder: Path, model: Path) -> None:
-    """Measure this machine for the plan of a run folder that has none, while nothing runs yet:
-    beside a server that starts, its products take several times as long. `make_plan` then takes
-    what was measured.
+    """Measure this machine for a run folder without a plan, before anything runs. Next to a
+    starting server, its products take several times as long. `make_plan` then uses the measurement.
     """
     if (folder / PLAN_FILE).exists():
         return
-    with contextlib.suppress(UserError):  # `write_plan` says what is wrong
+    with contextlib.suppress(UserError):  # `write_plan` reports the error
         this_machine(config, _largest_matrix(decoder_parameters(read_model_config(str(model)))))
 
 
@@ -252,8 +250,9 @@ def write_plan(
     validation_tasks: Sequence[Task],
     tokenizer: Any,
 ) -> Plan | None:
-    """Leave a plan in a run folder that has none, for the report to compare with, and return it. A
-    plan that cannot be made does not end the run: that is logged."""
+    """Write a plan into a run folder without one, for the report to compare with, and return it. A
+    failed plan does not end the run; the failure is logged.
+    """
     if (folder / PLAN_FILE).exists():
         return None
     try:
@@ -271,10 +270,10 @@ def write_plan(
 
 
 def check_trainable(model: str, *, experts: bool = False) -> None:
-    """Run the trainer's check of a model's architecture, which reads config.json alone.
+    """Run the trainer's check of a model's architecture; it reads only config.json.
 
-    model: a folder, the path of a config.json, or a name on the hub. experts: whether it has to
-    have experts. Raises ModelFolderError with everything in it that ttrl does not compute.
+    model: a folder, the path of a config.json, or a name on the hub. experts: whether it must have
+    experts. Raises ModelFolderError with everything ttrl does not compute.
     """
     from ttrl.training.models.architecture import read_config  # loads transformers
 
@@ -295,8 +294,8 @@ def check_trainable(model: str, *, experts: bool = False) -> None:
 def read_model_config(model: str) -> dict[str, Any]:
     """Read config.json of a model folder, its own path, or a name on the hub.
 
-    Its dtype is that of the weights, if they are there. Where the hub does not give the file,
-    models that ttrl knows have the figures of their publication.
+    Its dtype is the weights' own, if they are present. If the hub does not give the file, models
+    known to ttrl have their published figures.
 
     Raises ModelFolderError.
     """
@@ -323,8 +322,8 @@ def read_model_config(model: str) -> dict[str, Any]:
 
 
 def config_file(model: str) -> Path:
-    """Return the path of a model's config.json, fetched from the hub where `model` is a name.
-    Raises ModelFolderError.
+    """Return the path of a model's config.json, fetched from the hub if `model` is a name. Raises
+    ModelFolderError.
     """
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
@@ -354,8 +353,9 @@ def config_file(model: str) -> Path:
 
 
 def context_of(model: str) -> int | None:
-    """Return the longest sequence of a model in tokens; None where config.json does not say.
-    Raises ModelFolderError."""
+    """Return the longest sequence of a model in tokens; None if config.json does not tell. Raises
+    ModelFolderError.
+    """
     config = model_settings(read_model_config(str(ready_model(model) or model)))
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int):
@@ -364,7 +364,7 @@ def context_of(model: str) -> int | None:
 
 
 def published_config(model: str) -> dict[str, Any] | None:
-    """Return the config of a model that ttrl knows without the hub; None for any other name."""
+    """Return the config of a model known without the hub; None for any other name."""
     return _published().get(model)
 
 
@@ -377,7 +377,7 @@ def _published() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def _say_published(model: str) -> None:
-    """Say once that the hub's config.json was not there to plan with."""
+    """Warn once about planning without the hub's config.json."""
     missing = "config.json could not be fetched from the hub"
     note(f"{model}: {missing}; planning with its published figures")
 
@@ -388,7 +388,7 @@ def iteration_folders(run: Path) -> list[Path]:
 
 
 def _not_known(model: Mapping[str, Any]) -> str:
-    """Say that a model is counted as what it may not be."""
+    """Warn about a model counted as a family it may not belong to."""
     kind = model_settings(model).get("model_type")
     return (
         f"the model type {kind!r} is not known to the planner: parameters, FLOPs and memory are "
@@ -399,7 +399,7 @@ def _not_known(model: Mapping[str, Any]) -> str:
 
 
 def _attending(decoder: DecoderParameters) -> str | None:
-    """Say how many layers attend, unless all do."""
+    """Return the number of attention layers in words, unless all attend."""
     kinds = decoder.shape.kinds
     attending = sum(1 for one in kinds if one.pair)
     if attending == len(kinds):
@@ -413,8 +413,8 @@ def _largest_matrix(decoder: DecoderParameters) -> tuple[int, int]:
 
 
 def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list[str]:
-    """Return what differs between a plan and the run whose seconds were measured, of what seconds
-    depend on.
+    """Return the differences between a plan and the measured run, among settings with effect on
+    seconds.
     """
     if run is not None:
         before = RunFolder(run).config()
@@ -430,9 +430,7 @@ def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list
 
 
 def _gpus(machine: Machine, config: TrainConfig) -> list[float]:
-    """Return the bytes of each GPU: of those that are named, or else as many as the config asks
-    for.
-    """
+    """Return the bytes of each GPU: of the named ones, or else as many as the config asks for."""
     each = gpus_of_a_server(config.server)
     serving = config.servers_here * each
     training = config.processes_here
@@ -472,7 +470,7 @@ def _lengths(
 
 
 def _tokenizer_of(config: TrainConfig) -> Any:
-    """Load the tokenizer that counts prompts; None where only the model's config is to be had."""
+    """Load the tokenizer to count prompts; None if only the model's config is available."""
     from transformers import AutoTokenizer
 
     try:
@@ -489,7 +487,7 @@ def _tokenizer_of(config: TrainConfig) -> Any:
 
 
 def _task_counts(run: Path | None) -> dict[str, int]:
-    """Return what tasks.json of a run folder says."""
+    """Return the counts in tasks.json of a run folder."""
     if run is None or not (run / "tasks.json").is_file():
         return {}
     try:
@@ -504,7 +502,7 @@ def _task_counts(run: Path | None) -> dict[str, int]:
 def _disk(
     config: TrainConfig, each: Mapping[str, float], work: Work, here: bool
 ) -> dict[str, float]:
-    """Return Plan.disk: what the rules of pruning keep, and the rollouts and rows of all
+    """Return Plan.disk: the files kept by the pruning rules, and the rollouts and rows of all
     iterations.
     """
     validated = work.validation_tokens / config.validate_every

@@ -1,8 +1,7 @@
-"""Plan the seconds of each phase: a rough figure, which is replaced by what was measured where
-something was.
+"""Plan the seconds of each phase: rough figures, replaced by measurements if there are any.
 
-Rough figures come from the plan's FLOPs and a share of the machine's matrix product speed that
-programs like these reach. They are within a factor of two or three for models that keep a machine
+Rough figures come from the plan's FLOPs and the usual share of the machine's matrix product speed
+in such programs. They are within a factor of two or three for models large enough to keep a machine
 busy; for tiny ones fixed costs dominate. Phases have the names of the columns "seconds" of
 metrics.jsonl.
 """
@@ -24,35 +23,35 @@ _TRAINING_SHARE = {False: 0.4, True: 0.35}
 _SAMPLING_SHARE = {False: 0.25, True: 0.35}
 _BANDWIDTH_SHARE = 0.6
 _SECONDS_OF_TOKEN = 1 / 7000  # of the server's own work for a sampled token, on CPU
-_SECONDS_OF_STEP = {False: 0.004, True: 0.008}  # of one step of the server, whatever the batch
+_SECONDS_OF_STEP = {False: 0.004, True: 0.008}  # of one step of the server, for any batch
 _SECONDS_OF_UPDATE = 0.01
-_OFFLOADING_SPEED = 0.9  # of a trainer whose activations wait in the host's memory; on an H100
+_OFFLOADING_SPEED = 0.9  # of a trainer with activations in the host's memory; on an H100
 _DISK = 1e9  # bytes/s of checkpoints, gathered, written and synced
-# Bytes/s of a process that copies and hashes weights; CUDA's host: four threads, assumed.
+# Bytes/s of a process copying and hashing weights; CUDA's host: four threads, assumed.
 _HELD_OUT = {False: 1e9, True: 4e9}
 # Bytes/s of weights that a server loads, compares and proves with the canary. CPU: 4 to 6 s at 0.5
-# GB, from memory while files are written beside it, and from files. CUDA: assumed.
+# GB, from memory during file writes, and from files. CUDA: assumed.
 _SYNCED = {False: 1.2e8, True: 4e9}
 # Bytes/s between a GPU and its host's memory; assumed, with all GPUs at the same time.
 _PARKED = 1e10
 # Without the weights. On CPU a trainer that stays up starts together with the server; on CUDA,
 # assumed, with compiled graphs.
 _START = {False: {"server": 25.0, "trainer": 1.0}, True: {"server": 60.0, "trainer": 15.0}}
-_TRAINER_START = 7.0  # of one that does not, in each iteration
+_TRAINER_START = 7.0  # of one that does not stay up, in each iteration
 _PACK_OF_SAMPLE = 1e-4
 _FIXED = {"sync": 0.1, "pack": 0.02, "other": 0.1}
 
 
 @dataclass(frozen=True)
 class PlannedSeconds:
-    """Seconds of a run."""
+    """Hold the seconds of a run."""
 
     start: Mapping[str, Seconds]
     """Once: "server", and "trainer", as far as the first iteration waits for it."""
     phases: Mapping[str, Seconds]
-    """By phase of an iteration; of a validation its share, where it is not in each."""
+    """By phase of an iteration; for a validation not in each, its share."""
     iteration: float
-    """All phases together. Less than their sum where they overlap: validation and the next rollouts
+    """All phases together. Less than their sum if they overlap: validation and the next rollouts
     share the server.
     """
     run: float
@@ -60,7 +59,7 @@ class PlannedSeconds:
 
 
 def assumed(machine: Machine, with_server: bool) -> str:
-    """Return the speeds that rough figures take for granted."""
+    """Return the speeds assumed by rough figures."""
     speeds = [f"{_TRAINING_SHARE[machine.cuda]:.0%} of the speed of matrix products in training"]
     speeds += [f"{_SAMPLING_SHARE[machine.cuda]:.0%} of it in sampling"] * with_server
     speeds += [
@@ -164,7 +163,7 @@ def rough_seconds(
     else:
         weights = 0.0
     sync += 2 * on_gpu / _PARKED if memory.host.get(SLEEPING) else 0.0
-    # They are read from files once; what starts after that finds them in the machine's memory.
+    # The first start reads them from files; later starts find them in the machine's memory.
     start = {name: seconds + weights / _DISK for name, seconds in _START[machine.cuda].items()}
     start["server"] -= (
         weights / _DISK - weights / _SYNCED[True] if config.trainer != "once" else 0.0
@@ -196,8 +195,8 @@ def _sampling(
     work: Work,
     servers: int,
 ) -> float:
-    """Return the larger of what all tokens need and what the longest completion needs: steps that
-    each read all weights.
+    """Return the larger of two times: for all tokens, and for the longest completion, with all
+    weights read at each step.
     """
     if not samples:
         return 0.0

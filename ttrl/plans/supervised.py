@@ -1,6 +1,6 @@
-"""Choose how supervised training before or next to a run uses its machine, and say whether it fits.
+"""Choose machine settings for supervised training before or next to a run, and check the fit.
 
-It takes over the run's device, dtype and GPUs. The planner sees it as a run without servers. So
+It takes over the run's device, dtype and GPUs. The planner treats it as a run without servers. So
 `ttrl.plans.open_choices` decides about processes and memory settings here as well, with the same
 figures. On a CPU nothing is chosen, and memory is estimated.
 """
@@ -37,13 +37,13 @@ _OF_THE_MACHINE = (
     "reshard_after_forward",
     "tensor_parallel",
 )
-"""Settings of a run that its start takes over: they change no more than rounding."""
+"""Settings of a run inherited by its start: they change no more than rounding."""
 _MORE_GPUS = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run computes on, in bytes."""
+    """Hold a run's hardware, in bytes."""
 
     gpus: Sequence[float]
     """Memory of each GPU; none: a CPU."""
@@ -62,7 +62,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Supervised training as it will be started."""
+    """Hold the final settings of supervised training."""
 
     settings: dict[str, Any]
     """Of SFTConfig."""
@@ -82,7 +82,8 @@ class Fitted:
 
 def start_settings(config: TrainConfig, own: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
     """Return the settings of supervised training before a run: the run's device, dtype and memory
-    settings if they differ from SFTConfig's defaults, then `own`."""
+    settings if they differ from SFTConfig's defaults, then `own`.
+    """
     given: dict[str, Any] = {"device": config.device, "context": config.context}
     given["dtype"] = config.dtype
     if config.dtype == "auto":
@@ -98,8 +99,9 @@ def start_settings(config: TrainConfig, own: Mapping[str, Any], *, cuda: bool) -
 
 
 def sft_settings(config: TrainConfig, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of supervised training that is compared with a run: those of the run's
-    trainer except for the learning rate, then `own`."""
+    """Return the settings of supervised training for comparison with a run: its trainer's except
+    for the learning rate, then `own`.
+    """
     shared = SFTConfig.names() - _NOT_OF_SFT
     training = config.recipe_settings
     settings = {name: training[name] for name in training if name in shared}
@@ -110,7 +112,7 @@ def sft_settings(config: TrainConfig, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def setting_problems(name: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with supervised training's settings, one line each after `name`."""
+    """Return the faults in supervised training's settings, one line each after `name`."""
     values = {**settings, "data": "", "output_dir": "", "steps": 1}
     if values.get("dtype") == "auto":
         values["dtype"] = SFTConfig.dtype
@@ -124,10 +126,10 @@ def fit_supervised(
     hardware: Hardware,
     run: Path | None = None,
 ) -> Fitted:
-    """Choose for the GPUs what the run's config leaves open, or take what was chosen when `run`,
-    the folder of this training, was begun.
+    """Choose the run config's open settings for the GPUs. If `run`, the folder of this training,
+    exists, take its earlier choices.
 
-    settings: of SFTConfig. Its rows of a microbatch count on CPUs only: nobody who wrote them knew
+    settings: of SFTConfig. Its rows per microbatch count on CPUs only: their author did not know
     the GPU. Raises ConfigError and ModelFolderError.
     """
     settings = dict(settings)
@@ -168,20 +170,20 @@ def shape_of(config: TrainConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ArmsPlan:
-    """What all arms need of the machine, by their names."""
+    """Hold the needs of all arms, by their names."""
 
     runs: Mapping[str, Choices]
     supervised: Mapping[str, Fitted]
 
     def problems(self) -> list[str]:
-        """Return what cannot run, one line each, unless the user wants to try it all the same."""
+        """Return the arms that cannot run, one line each, unless the user insists on trying."""
         every = dict(self.runs)
         every |= {name: one.choices for name, one in self.supervised.items() if not one.on_cpu}
         return [f"{name}: {why}" for name, choices in every.items() for why in refused(choices)]
 
     def notes(self) -> list[str]:
-        """Return what may not fit a CPU's memory, one line each: a run does not refuse that
-        either.
+        """Return the arms that may not fit a CPU's memory, one line each: a run does not refuse
+        these either.
         """
         fitted = {name: one for name, one in self.supervised.items() if one.on_cpu}
         return [

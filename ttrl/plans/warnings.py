@@ -1,4 +1,4 @@
-"""Say in words what is wrong with a plan, and the way out."""
+"""Describe the problems of a plan, and the way out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ def warnings_of(
     seconds: PlannedSeconds,
     tasks: int | None,
 ) -> list[str]:
-    """Say what is wrong with a plan, a line each."""
+    """Return the problems of a plan, a line each."""
     found = [
         *_cache(config, work, memory),
         *_memory(memory, config, machine),
@@ -93,7 +93,7 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
         found.append(
             f"does not fit: {who} more than the {gib(memory.available)} {where}; " + "; ".join(ways)
         )
-    # A server by itself takes as much of a GPU as it is told to, which is no estimate.
+    # A lone server takes its configured share of a GPU; this is no estimate.
     else:
         taken = memory.trainer * memory.beside[0] + memory.left_by_server
         if memory.together:

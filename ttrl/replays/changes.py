@@ -1,5 +1,5 @@
-"""How the rewards of a replay differ from those of its run: means, signal of groups, order within
-groups, advantages, tasks.
+"""Compare a replay's rewards with its run's: means, signal of groups, order within groups,
+advantages, tasks.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from ttrl.records import TaskResult
 from ttrl.rollouts.results import is_unfinished, reason
 
 EQUAL = 1e-9
-"""Rewards that differ by less are the same, as in `ttrl.data.advantages`."""
+"""Smaller differences of rewards count as equal, as in `ttrl.data.advantages`."""
 
 
 @dataclass
 class Changes:
-    """Counts and means over the rollouts of one iteration, or of all together. None where there is
-    nothing to average.
+    """Counts and means over the rollouts of one iteration, or of all. None without values to
+    average.
     """
 
     iteration: int | None
-    """None: all of them together."""
+    """None: all iterations."""
     rollouts: int = 0
     compared: int = 0
     """With a reward before and after; this and the next five add up to `rollouts`."""
@@ -43,30 +43,28 @@ class Changes:
     left_out: int = 0
     """Without a task, so without a changed grader."""
     changed: int = 0
-    """Of those compared."""
+    """Among those compared."""
     mean_before: float | None = None
-    """Over all rollouts that had a reward."""
+    """Over all rollouts with an old reward."""
     mean_after: float | None = None
     groups: int = 0
     signal_before: int = 0
-    """Groups whose rewards differed, so that they taught something."""
+    """Groups with different rewards, and so with something to learn."""
     signal_after: int = 0
     signal_appeared: int = 0
     signal_disappeared: int = 0
     pairs_ordered: int = 0
-    """Pairs of rollouts of one group to which the old grader gave different rewards; the next three
-    add up to them.
-    """
+    """Pairs of rollouts of one group with different old rewards; the next three add up to them."""
     pairs_kept: int = 0
     pairs_flipped: int = 0
     pairs_tied: int = 0
-    """Equal after."""
+    """Equal now."""
     pairs_untied: int = 0
-    """Equal before, different after."""
+    """Equal before, different now."""
     advantage_correlation: float | None = None
-    """Pearson's, over the rollouts compared; None where either has no spread."""
+    """Pearson's, over the rollouts compared; None if either side has no spread."""
     metrics_before: dict[str, float] = field(default_factory=dict)
-    """Each metric's mean over the rollouts that have it."""
+    """Each metric's mean over its rollouts."""
     metrics_after: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -83,12 +81,12 @@ class Changes:
 
 
 class RewardComparison:
-    """Collects groups before and after, and adds them up."""
+    """Collect groups before and after, and add them up."""
 
     def __init__(self, iteration: int | None, method: AdvantageKind) -> None:
         self._counts = Changes(iteration)
-        # The divisor of "batch" is common to all groups of an iteration, so what it divides is
-        # compared.
+        # All groups of an iteration share the divisor of "batch", so compare the values before the
+        # division.
         self._method: AdvantageKind = "mean" if method == "batch" else method
         self._rewards: tuple[list[float], list[float]] = ([], [])
         self._advantages: tuple[list[float], list[float]] = ([], [])
@@ -98,7 +96,7 @@ class RewardComparison:
         )
 
     def leave_out(self, count: int) -> None:
-        """Count rollouts that have no task."""
+        """Count rollouts without a task."""
         self._counts.rollouts += count
         self._counts.left_out += count
 
@@ -143,7 +141,7 @@ class RewardComparison:
 
     @property
     def changes(self) -> Changes:
-        """Return what was added up so far."""
+        """Return the sums so far."""
         metrics = [
             {name: math.fsum(values) / len(values) for name, values in sorted(one.items())}
             for one in self._metrics
@@ -161,8 +159,8 @@ class RewardComparison:
 
 @dataclass
 class TaskChange:
-    """A task whose rewards changed, over all iterations, and its rollout that changed the most.
-    Only rollouts with a reward before and after count."""
+    """A task with changed rewards, over all iterations, and its most changed rollout. Only rollouts
+    with a reward before and after count."""
 
     task_id: str
     question: str
@@ -174,7 +172,7 @@ class TaskChange:
     mean_before: float = 0.0
     mean_after: float = 0.0
     iteration: int = 0
-    """Where the rollout that changed most comes from."""
+    """Iteration of the most changed rollout."""
     sample: int = 0
     answer: str = ""
     before: float = 0.0
@@ -182,18 +180,18 @@ class TaskChange:
 
 
 class ReplayComparison:
-    """Everything that differs between a run and its replay: by iteration, in total, by task."""
+    """Collect all differences between a run and its replay: by iteration, in total, by task."""
 
     def __init__(self, method: AdvantageKind) -> None:
-        """method: how the run makes advantages of rewards."""
+        """method: the run's way to turn rewards into advantages."""
         self._method = method
         self._total = RewardComparison(None, method)
         self._tasks: dict[str, TaskChange] = {}
         self.iterations: list[Changes] = []
         self.failures: Counter[str] = Counter()
-        """Why the changed grader failed, and how often."""
+        """Failures of the changed grader: how often, by reason."""
         self.tool_calls = 0
-        """Rollouts that ended in tool calls, which a run does not keep."""
+        """Rollouts ending in tool calls; a run does not keep the calls."""
 
     def add(self, iteration: int, groups: Iterable[tuple[TaskResult, TaskResult | None]]) -> None:
         """Add an iteration's groups, before and after; None after: it had no task."""
@@ -236,20 +234,18 @@ class ReplayComparison:
 
     @property
     def total(self) -> Changes:
-        """Return what all iterations add up to."""
+        """Return the sums over all iterations."""
         return self._total.changes
 
     @property
     def tasks(self) -> list[TaskChange]:
-        """Return the tasks whose rewards changed, those with the largest sums of |after - before|
-        first.
-        """
+        """Return the tasks with changed rewards, largest sums of |after - before| first."""
         changed = [task for task in self._tasks.values() if task.changed]
         return sorted(changed, key=lambda task: (-round(task.total_change, 9), task.task_id))
 
 
 def _rewards(result: TaskResult) -> NDArray[np.float64]:
-    """Return a reward for each sample, NaN where there is none."""
+    """Return a reward for each sample, NaN if missing."""
     return np.array(
         [np.nan if sample.reward is None else sample.reward for sample in result.samples],
         dtype=np.float64,
@@ -273,7 +269,7 @@ def _correlation(before: Sequence[float], after: Sequence[float]) -> float | Non
 
 
 def _last_text(messages: Iterable[Any]) -> str:
-    """Return the text of the last message that has any: the question that was asked."""
+    """Return the text of the last message with text: the question."""
     for message in reversed(list(messages)):
         text = text_of(message.get("content"))
         if text:

@@ -1,6 +1,4 @@
-"""What a replay says at the terminal: a table of the iterations, and the tasks whose rewards
-changed the most.
-"""
+"""Format a replay's results for the terminal: a table of iterations, and the most changed tasks."""
 
 import textwrap
 from collections.abc import Sequence
@@ -52,7 +50,7 @@ def _table(changes: Sequence[Changes]) -> list[str]:
     above = ""
     start = 0
     for (title, name, _), width in zip(_HEAD, widths, strict=True):
-        if title:  # begins where the name below it does, or ends with it where it fits
+        if title:  # begins with the name below it, or ends with it if it fits
             first = start + width - len(name)
             above = (
                 above.ljust(
@@ -88,7 +86,7 @@ def _row(one: Changes) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    """Return a reward in six columns, its sign included, whatever its scale."""
+    """Return a reward in six columns, including its sign, at any scale."""
     if value is None:
         return "-"
     decimals = next(
@@ -100,7 +98,7 @@ def _number(value: float | None) -> str:
 
 
 def _sentences(compared: ReplayComparison, width: int) -> list[str]:
-    """Return what the table has no room for."""
+    """Return sentences for the facts outside the table."""
     total = compared.total
     said = []
     if total.groups:
@@ -160,9 +158,7 @@ def _task(task: TaskChange, width: int) -> list[str]:
 
 
 def one_line(text: str, width: int) -> str:
-    """Return `text` on one line of at most `width` columns, without anything that a terminal would
-    obey.
-    """
+    """Return `text` on one line of at most `width` columns, without control characters."""
     words = " ".join(text[: 20 * width].split())
     clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
     if disp_len(clean) <= width and len(text) <= 20 * width:

@@ -1,8 +1,7 @@
-"""The changed grader of a replay: found by its name, or taken from tasks; and which files hold its
-code.
+"""Find the changed grader of a replay by its name or in tasks, and find the files of its code.
 
-`module:name` is looked for in the current folder first, then on Python's path;
-`path/to/file.py:name` is that file. Either is run, as a script would be.
+`module:name` is looked up in the current folder first, then on Python's path;
+`path/to/file.py:name` is the given file. Either file is run like a script.
 """
 
 import contextlib
@@ -25,20 +24,18 @@ from ttrl.tasks.task import Task, WithSample
 
 ReplayGrader = Callable[..., Any]
 """`grader(choice)`, as in training, or `grader(choice, sample)`: the sample has task id, messages,
-old reward and metrics. One whose argument is named `choices` grades the samples of a task together,
-as a group_grader does.
+old reward and metrics. A grader with its argument named `choices` grades a task's samples together,
+like a group_grader.
 """
 
 
 class Regrader:
-    """Knows the task, and so the grader, of every old rollout."""
+    """Find the task, and so the grader, of every old rollout."""
 
     def __init__(
         self, grader: "ReplayGrader | str | None", tasks: "Iterable[Task] | str | None"
     ) -> None:
-        """Takes exactly one of the two. Raises UserError for what cannot be found, imported or
-        called.
-        """
+        """Take exactly one of the two. Raises UserError if it cannot be found, imported, called."""
         if (grader is None) == (tasks is None):
             raise UserError("a replay needs a grader or tasks with graders, and only one of them")
         given: Any = grader if tasks is None else tasks
@@ -74,7 +71,7 @@ class Regrader:
                 if grader is not None
             ]
         self.only_evaluates = only_evaluates(*sources)
-        """Why no policy may be trained on its grades; "" where one may."""
+        """Reason against training a policy on its grades; "" if there is none."""
         if isinstance(given, str):
             self.name = given.rpartition(":")[2].split(".")[-1]
         else:
@@ -83,8 +80,8 @@ class Regrader:
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return what replay.json keeps: the reference, digests of the files with the code, their
-        git commit, the tasks.
+        """Return the entry for replay.json: the reference, digests of the code's files, their git
+        commit, the tasks.
         """
         described: dict[str, Any] = {
             self.kind: self.reference,
@@ -100,8 +97,8 @@ class Regrader:
 
     @property
     def identity(self) -> str:
-        """Return a digest of the code's files, the name within them, and the tasks: another grader
-        has another one.
+        """Return a digest of the code's files, the name within them, and the tasks; each grader has
+        its own.
         """
         described = self.described
         parts = [
@@ -113,19 +110,19 @@ class Regrader:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def task(self, sample: Sample) -> Task | None:
-        """Return the task that grades `sample`; None where it is not among the tasks."""
+        """Return the task to grade `sample`; None if the tasks lack it."""
         if self._grader is None:
             return self._tasks.get(task_key(sample.task_id, sample.messages))
         grader = self._grader
         if self._arguments == "choices":
             return Task(messages=sample.messages, group_grader=grader, id=sample.task_id)
         if self._arguments == "choice, sample":
-            # A copy: the rollouts that are compared with afterwards are not the grader's to change.
+            # A copy: the grader must not change the rollouts used for the later comparison.
             grader = WithSample(grader, dataclasses.replace(sample, metrics=dict(sample.metrics)))
         return Task(messages=sample.messages, grader=grader, id=sample.task_id)
 
     def knows_id(self, task_id: str) -> bool:
-        """Return whether there is a task of that id, whatever its messages."""
+        """Return whether a task has this id, with any messages."""
         return any(task.id == task_id for task in self._tasks.values())
 
 
@@ -148,7 +145,7 @@ def _relative(path: Path) -> str:
 
 
 def _arguments(grader: Any, shown: str) -> Literal["choice", "choice, sample", "choices"]:
-    """Return what a grader is called with. Raises UserError for what is none."""
+    """Return a grader's arguments. Raises UserError for anything but a grader."""
     if inspect.isclass(grader):
         raise UserError(f"grader {shown} is a class; give an instance of it, or a function")
     if not callable(grader):
@@ -182,9 +179,7 @@ def _arguments(grader: Any, shown: str) -> Literal["choice", "choice, sample", "
 
 
 def _source_files(objects: Iterable[Any]) -> list[Path]:
-    """Return the files in which these modules, functions or instances are written, each once, in
-    order.
-    """
+    """Return the source files of these modules, functions or instances, each once, in order."""
     found: dict[Path, None] = {}
     seen: set[int] = set()
     for one in objects:

@@ -1,4 +1,4 @@
-"""Grades the rollouts of a run's iterations anew, and writes them as rollouts of the replay's."""
+"""Regrade the rollouts of a run's iterations, and write them as the replay's rollouts."""
 
 import asyncio
 import dataclasses
@@ -23,8 +23,8 @@ from ttrl.system.coroutines import run_async
 from ttrl.system.files import digest, write_jsonl
 
 _AT_ONCE = 64
-"""Grades in flight: of async graders, which wait for others; sync ones have as many threads or
-processes as `Graders` has.
+"""Grades of async graders in flight, since these wait for others; sync ones use the threads or
+processes of `Graders`.
 """
 
 
@@ -40,8 +40,8 @@ def grade(
 ) -> None:
     """Write rollouts.jsonl and its marker for each of these iterations.
 
-    Raises GraderError where all grades of an iteration fail, TaskError for rollouts without a task
-    unless those are to be left out (`skip_missing`).
+    Raises GraderError if all grades of an iteration fail, TaskError for rollouts without a task
+    unless `skip_missing` leaves them out.
     """
     with (
         graders,
@@ -112,8 +112,8 @@ def grade(
 def _with_task(
     number: int, groups: list[TaskResult], regrader: Regrader, skip_missing: bool
 ) -> list[TaskResult]:
-    """Return the groups that have a task. Raises TaskError where others have none, unless they are
-    to be left out.
+    """Return the groups with a task. Raises TaskError for others, unless `skip_missing` leaves them
+    out.
     """
     known = [group for group in groups if regrader.task(group.samples[0]) is not None]
     if skip_missing or len(known) == len(groups):
@@ -136,8 +136,8 @@ def _with_task(
 
 
 def _to_grade(sample: Sample) -> bool:
-    """Return False where there is nothing to grade: the request or the rollout failed, or the
-    sample is unfinished.
+    """Return whether there is anything to grade: not after a failed request or rollout, nor for an
+    unfinished sample.
     """
     ended = sample.error is None or sample.error.startswith("GraderError")
     at_limit = (
@@ -149,7 +149,7 @@ def _to_grade(sample: Sample) -> bool:
 
 
 def _write(folder: RunFolder, number: int, results: TaskResults, facts: RolloutsFacts) -> None:
-    """Write new grades; what was trained on others is removed."""
+    """Write new grades; remove training on older grades."""
     iteration = folder.iteration(number)
     before = iteration.files("rollouts")
     write_jsonl(iteration.path / "rollouts.jsonl", results.to_jsonl_rows())
@@ -161,7 +161,7 @@ def _write(folder: RunFolder, number: int, results: TaskResults, facts: Rollouts
 
 
 def _forget_training(folder: RunFolder) -> None:
-    for phase in ("train", "pack"):  # markers first: what has none is not there
+    for phase in ("train", "pack"):  # markers first: files without a marker do not count
         for marker in folder.path.glob(f"iterations/*/done/{phase}.json"):
             marker.unlink()
     made = [

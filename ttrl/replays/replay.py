@@ -1,14 +1,13 @@
-"""Grades the rollouts of a run again with a changed grader, shows what differs, can train on the
-new grades; needs no server.
+"""Regrade a run's rollouts with a changed grader, show the changes, optionally train on the new
+grades; needs no server.
 
-A replay is a folder of its own, laid out like a run, and never touches the run that it is made
-from:
+A replay has its own folder, laid out like a run's. It never touches the original run:
 
 RUN/replays/NAME/
-  replay.json               which grader (digests of its files, git commit) and what changed
+  replay.json               the grader (digests of its files, git commit) and the changes
   iterations/0001/
     rollouts.jsonl          the same samples with new rewards and metrics
-    done/rollouts.json      its marker; a replay that was interrupted continues
+    done/rollouts.json      its marker; an interrupted replay continues
     packed.safetensors …    with train=True, as in any run (`ttrl.replays.training`)
 """
 
@@ -46,19 +45,19 @@ _TASKS_KEPT = 50
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a replay came to."""
+    """The result of a replay."""
 
     folder: Path
     iterations: list[Changes]
     total: Changes
     tasks: list[TaskChange]
-    """Those whose rewards changed, the most changed first; at most 50."""
+    """Tasks with changed rewards, the most changed first; at most 50."""
     failures: dict[str, int]
-    """Why the changed grader failed, and how often."""
+    """Failures of the changed grader: how often, by reason."""
     text: str
-    """All of it as it is shown at a terminal of 80 columns."""
+    """The whole comparison, as shown at a terminal of 80 columns."""
     checkpoint: Path | None
-    """The newest policy, where it was trained again and anything was learned."""
+    """The newest policy, if it was trained again and learned anything."""
 
 
 @mistakes_in_lines()
@@ -78,18 +77,18 @@ def replay(
     from_checkpoints: bool = False,
     quiet: bool = False,
 ) -> ReplayResult:
-    """Grade the rollouts of `run` again, show what changed, and with `train` train on the new
+    """Grade the rollouts of `run` again, show the changes, and with `train` train on the new
     grades; nothing is sampled.
 
-    grader: `grader(choice)`, as in training, `grader(choice, sample)`, whose sample (`ttrl.Sample`)
-        has task id, messages, old reward and metrics, or `grader(choices)` of the replies of a
-        task; or the name of one: "module:name", "path/to/file.py:name".
-    tasks: instead of a grader: a list of Task, or the name of one or of a function that returns
-        one. Each rollout is graded by the task with its id and messages.
-    iterations: which ones: "3-5", "3,5", or numbers; None: all that have rollouts.
+    grader: `grader(choice)`, as in training, `grader(choice, sample)` with an old sample
+        (`ttrl.Sample`: task id, messages, old reward and metrics), or `grader(choices)` with all
+        replies of a task; or a grader's name: "module:name", "path/to/file.py:name".
+    tasks: instead of a grader: a list of Task, or the name of a list or of a function returning
+        one. The task with the rollout's id and messages grades it.
+    iterations: the iterations to grade: "3-5", "3,5", or numbers; None: all with rollouts.
     output: the folder of the replay; None: RUN/replays/NAME-DIGEST, another one for every version
         of the grader's file.
-    again: grade anew what was graded before in that folder. (Graders given by name are otherwise
+    again: regrade iterations already graded in the folder. (Otherwise graders given by name are
         not asked twice.)
     skip_missing: leave out, and count, rollouts without a task; otherwise they are an error.
     isolated, grader_timeout (seconds), grader_memory (bytes): as for `get_task_results`.
@@ -97,10 +96,10 @@ def replay(
         `ttrl.replays.training`.
     from_checkpoints: with `train`, start each iteration from the run's own checkpoint instead.
 
-    What a choice holds, and which samples are graded: docs/how-to/replay.md.
+    A choice's fields and the samples to grade: docs/how-to/replay.md.
 
-    Raises UserError, TaskError, RunFolderError and ModelFolderError for what is wrong with the
-    arguments, GraderError where every rollout of an iteration fails in the grader, TrainerError and
+    Raises UserError, TaskError, RunFolderError and ModelFolderError for wrong arguments,
+    GraderError if every rollout of an iteration fails in the grader, TrainerError and
     StorageError.
     """
     if from_checkpoints and not train:
@@ -122,7 +121,7 @@ def replay(
                 f"--train with {regrader.reference}, which is for evaluation alone: "
                 f"{regrader.only_evaluates}; leave --train out"
             )
-        from ttrl.replays.training import ReplayTraining  # loads torch, which grading does without
+        from ttrl.replays.training import ReplayTraining  # loads torch; grading needs none
 
         training = ReplayTraining(folder.path, original, numbers, from_checkpoints=from_checkpoints)
     with folder.locked():
@@ -156,7 +155,7 @@ def replay(
                 else:
                     count = f"{len(todo)} iterations"
                 console.line(f"Grading {count} of {original.path} again with {regrader.reference}")
-                # First of all, so that no grade is without its grader.
+                # Before any grading, to name the grader of every grade.
                 write_json(folder.path / FILE_NAME, before | written)
                 grade(
                     todo,
@@ -206,11 +205,11 @@ def replay(
     )
 
 
-# Which iterations, and where to
+# Choose iterations and output folder
 
 
 def _chosen(original: RunFolder, iterations: str | Iterable[int] | None) -> list[int]:
-    """Return the iterations to replay, ascending. Raises RunFolderError where there are none,
+    """Return the iterations to replay, ascending. Raises RunFolderError if there are none,
     UserError for a wrong choice.
     """
     names = (path.parent.name for path in (original.path / "iterations").glob("*/rollouts.jsonl"))
@@ -238,7 +237,7 @@ def _chosen(original: RunFolder, iterations: str | Iterable[int] | None) -> list
 
 
 def _parsed(text: str) -> list[int]:
-    """Return the numbers that "3-5", "3,5" or both together name."""
+    """Return the numbers named by "3-5", "3,5" or a combination."""
     numbers: set[int] = set()
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
@@ -263,8 +262,8 @@ def _check_output(path: Path) -> None:
 
 
 def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]:
-    """Clean the folder; return what replay.json said of this replay. Raises RunFolderError where it
-    is of another grader, unless `again`, which then removes all of that."""
+    """Clean the folder; return the earlier replay.json of this replay. Raises RunFolderError for a
+    replay of another grader; with `again`, remove it instead."""
     reap_leftovers(folder.path)
     folder.clean()
     path = folder.path / FILE_NAME
@@ -303,8 +302,8 @@ def _is_graded(folder: RunFolder, original: RunFolder, number: int) -> bool:
 
 
 def _compared(original: RunFolder, folder: RunFolder, numbers: list[int]) -> ReplayComparison:
-    """Compare the files of both folders. Groups that had no task are missing in the new ones, which
-    have the same order.
+    """Compare the files of both folders. The new ones lack groups without a task and keep the
+    order.
     """
     compared = ReplayComparison(original.config().get("advantages", "std"))
     for number in numbers:

@@ -1,10 +1,10 @@
-"""Training again on regraded rollouts: the ordinary pack and train phases, in a folder that is laid
-out like a run.
+"""Train again on regraded rollouts: the ordinary pack and train phases, in a folder laid out like a
+run's.
 
 The rollouts are the original run's, so from the second iteration on they come from other policies
-than the one that is trained (off-policy). Ratios are right all the same: they are taken to the
-sampler's own log-probabilities, which the rollouts hold. `from_checkpoints` starts each iteration
-from the original run's checkpoint instead, so that all of them stay on-policy.
+(off-policy). Ratios are still right: they use the sampler's own log-probabilities from the
+rollouts. `from_checkpoints` instead starts each iteration from the original run's checkpoint, to
+keep all of them on-policy.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ _HOW = {
 
 
 class ReplayTraining(RunFolder):
-    """The replay's folder, as a run folder whose first policies are another run's; trains its
-    iterations in order. What is done already, by its markers, is not done again."""
+    """Train a replay's iterations in order, in its folder: a run folder with another run's first
+    policies. Iterations done already, by their markers, are not repeated."""
 
     def __init__(
         self, path: Path, original: RunFolder, numbers: Sequence[int], *, from_checkpoints: bool
     ) -> None:
-        """Raises RunFolderError where the original run no longer has what training starts from,
+        """Raises RunFolderError if the original run has lost the training's starting point,
         ConfigError, ModelFolderError.
         """
         super().__init__(path)
@@ -73,8 +73,8 @@ class ReplayTraining(RunFolder):
             )
 
     def _original_policy(self, number: int) -> int | None:
-        """Return the policy of the original run that iteration `number` + 1 starts from; None where
-        it starts from our own.
+        """Return the original run's policy to start iteration `number` + 1 from; None to start from
+        our own.
         """
         if self._from_checkpoints:
             return number
@@ -83,36 +83,36 @@ class ReplayTraining(RunFolder):
         return self._numbers[0] - 1
 
     def checkpoint(self, number: int) -> Path:
-        """Return what iteration `number` + 1 starts from: our own newest policy, or the original
-        run's.
+        """Return the starting checkpoint of iteration `number` + 1: our own newest policy, or the
+        original run's.
         """
         policy = self._original_policy(number)
         if policy is None:
             return super().checkpoint(number)
-        # The folder of iteration 0 is links, which are removed in time like any checkpoint.
+        # The folder of iteration 0 holds links; pruning removes them like any checkpoint.
         if self._original.policy_version(policy):
             return self._original.checkpoint(policy)
         return self._start
 
     def state(self, number: int) -> Path | None:
-        """Return the optimizer state that belongs to `checkpoint(number)`."""
+        """Return the optimizer state of `checkpoint(number)`."""
         policy = self._original_policy(number)
         if policy is None:
             return super().state(number)
         return self._original.state(policy)
 
     def sampler(self, sampled_by: int, number: int) -> int | None:
-        """Return None: the rollouts are of the original's policies, and nothing here is judged by
-        them.
+        """Return None: the rollouts come from the original's policies, and nothing here is judged
+        by them.
         """
         return None
 
     def merged(self, before: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what replay.json says of this training, with that of `before`, which this one
-        repeats or continues.
+        """Return the training entry for replay.json, merged with the entry `before`: this training
+        repeats or continues it.
 
-        Raises RunFolderError where the folder holds a training of another kind, which this one
-        cannot continue.
+        Raises RunFolderError for a different kind of training in the folder, since this one cannot
+        continue it.
         """
         if self._from_checkpoints:
             start = "checkpoints"
@@ -131,13 +131,13 @@ class ReplayTraining(RunFolder):
         return {"start": start, "iterations": sorted({*old, *self._numbers})}
 
     def train_again(self, console: Console) -> Path | None:
-        """Pack and train every iteration; return the newest checkpoint, None where nothing was
+        """Pack and train every iteration; return the newest checkpoint, None if nothing was
         trained.
         """
         console.line(_FROM_CHECKPOINTS if self._from_checkpoints else _CHAIN)
         if self._numbers[1:] and not self._from_checkpoints:
             console.line(_OFF_POLICY.format(self._numbers[0]))
-        # Nobody samples.
+        # Nothing is sampled.
         config = dataclasses.replace(
             self._config, run=str(self.path), weight_sync="reload", save_every=1
         )
@@ -187,9 +187,7 @@ class ReplayTraining(RunFolder):
 
 
 def _can_start_from(original: RunFolder, number: int) -> bool:
-    """Return whether a run still has checkpoint and state of its policy after iteration
-    `number`.
-    """
+    """Return whether a run still has checkpoint and state after iteration `number`."""
     state = original.state(number)
     return state is None or (
         state.is_dir() and (original.checkpoint(number) / "config.json").is_file()
@@ -197,8 +195,8 @@ def _can_start_from(original: RunFolder, number: int) -> bool:
 
 
 def _starting_model(original: RunFolder, config: TrainConfig) -> Path:
-    """Return the model that a run started from. Raises ModelFolderError, and RunFolderError where
-    it is not what it was.
+    """Return a run's starting model. Raises ModelFolderError, and RunFolderError for a changed
+    model.
     """
     linked = original.iteration(0).path / "checkpoint"
     folder = linked

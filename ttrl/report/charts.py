@@ -1,9 +1,8 @@
-"""Small charts as SVG text, for pages that must work offline, in light and dark, and on a phone.
+"""Draw small charts as SVG text, for pages to work offline, in light and dark, and on a phone.
 
-Built as strings: no plotting library draws text that follows the page's colours, and a report must
-not take seconds. All charts have one size, so that a page can lay them out as a grid. Colours are
-classes that the page defines: f1 to f6 fill, s1 to s6 stroke. Values may be None or not finite:
-such points are left out, never drawn as zero.
+No plotting library draws text in the page's colours, and a report must not take seconds. All charts
+share one size for a grid layout. The page defines the colour classes: f1 to f6 fill, s1 to s6
+stroke. Values may be None or not finite: such points are left out, never drawn as zero.
 """
 
 import dataclasses
@@ -21,8 +20,8 @@ HEIGHT = 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins around the plotting area
 MAX_BARS = 90
 MAX_POINTS = 200
-"""Of a line: longer ones are drawn as means over neighbours, which the axis says; a page of a long
-run stays small and quick.
+"""Points of a line: longer lines are drawn as means over neighbours, with a note on the axis. The
+page of a long run stays small and quick.
 """
 
 
@@ -40,8 +39,8 @@ class Series:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers that cover low..high: the first is at most low, the last
-    at least high.
+    """Return about `count` round numbers to cover low..high: the first at most low, the last at
+    least high.
     """
     if high <= low:
         high = low + (abs(low) or 1.0)
@@ -67,8 +66,8 @@ def whole_ticks(low: float, high: float, most: int = 8) -> list[int]:
 
 
 class _Axes:
-    """The mapping from data to the picture. x: a linear axis over iterations; y: linear, or
-    logarithmic to base ten.
+    """Maps data to the picture. x: a linear axis over iterations; y: linear, or logarithmic to base
+    ten.
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class _Axes:
         return compact(value)
 
     def draw(self, together: int = 1, axis: str = "iteration") -> str:
-        """Draw grid lines with labels, iteration numbers (or what `axis` says) below. together:
-        iterations that each point is the mean of."""
+        """Draw grid lines with labels, and iteration numbers (or `axis`) below. together: the
+        number of iterations averaged in each point."""
         parts = []
         for tick in self.ticks:
             y = self.y(tick)
@@ -166,13 +165,13 @@ def line_chart(
     from_zero: bool = False,
     axis: str = "iteration",
 ) -> Markup | None:
-    """Draw lines over iterations (or what `axis` says), with bands where a series has them. None
-    when no series has a number.
+    """Draw lines over iterations (or `axis`), with the bands of each series. None when no series
+    has a number.
 
-    name: what a screen reader says. x: iteration numbers, one per value; they span the axis, also
-        where values are missing.
-    percent: label 0.5 as 50%. y_range: what the axis must cover at least. from_zero: a linear axis
-    starts at zero, or below when something is negative.
+    name: the text for screen readers. x: iteration numbers, one per value; they span the axis, also
+        across missing values.
+    percent: label 0.5 as 50%. y_range: the least range of the axis. from_zero: a linear axis starts
+        at zero, or below when something is negative.
     """
     together = max(1, math.ceil(len(x) / MAX_POINTS))
     if together > 1:
@@ -210,7 +209,7 @@ def line_chart(
         dashed = " dashed" if one.dashed else ""
         parts.append(f'<polyline class="line s{one.color}{dashed}" points="{path}"/>')
         radius = 3.2 if len(points) <= 40 else 1.6
-        for a, b in points if together == 1 else points[-1:]:  # of means, only where it ends
+        for a, b in points if together == 1 else points[-1:]:  # of means, only the line's end
             if axis == "iteration":
                 place = f"iteration {a:.0f}"
             else:
@@ -225,7 +224,7 @@ def line_chart(
 
 
 def _means(values: Sequence[float | None], together: int) -> list[float | None]:
-    """Return means over `together` neighbours; None where none of them is known."""
+    """Return means over `together` neighbours; None without a known value."""
     means = []
     for start in range(0, len(values), together):
         known = [
@@ -243,9 +242,7 @@ def _thinned(one: Series, together: int) -> Series:
 
 
 def sparkline(values: Sequence[float | None], width: int = 160, height: int = 28) -> Markup:
-    """Draw a curve without axes, for tables, with a dot at its end. Empty where nothing is
-    known.
-    """
+    """Draw a curve without axes, for tables, with a dot at its end. Empty without known values."""
     shown = _means(values, max(1, math.ceil(len(values) / 80)))
     known = [
         (place, value)

@@ -1,13 +1,13 @@
-"""Compare runs where they had spent as much: `ttrl compare RUN RUN …`.
+"""Compare runs at equal cost: `ttrl compare RUN RUN …`.
 
-Runs whose settings differ in the seed alone are one arm. All arms are looked at where the shortest
-run ended, counted in iterations, FLOPs, tokens or seconds, each at its newest validation up to
-there; the first arm is what the others are compared with, task by task. Arms may also be named by
-who made them (`recipes/rl_vs_sft.py`): they are looked at seed by seed then, where the shortest run
-of that seed ended, within 1%.
+Runs with the same settings, except for the seed, form one arm. The comparison point is the end of
+the shortest run in iterations, FLOPs, tokens or seconds. Each run enters with its newest validation
+up to there. The other arms are compared with the first, task by task. A caller may also name the
+arms (`recipes/rl_vs_sft.py`). They are then compared seed by seed, at the end of each seed's
+shortest run, within 1%.
 
-The interval of a difference holds for other tasks of the kind, and where both arms have two seeds
-or more for other seeds as well (`ttrl.intervals.difference_over_seeds`); with one seed, two runs of
+The interval of a difference holds for other tasks of the kind. If both arms have two seeds or more,
+it also holds for other seeds (`ttrl.intervals.difference_over_seeds`). With one seed, two runs of
 the same settings may well differ by more.
 """
 
@@ -36,37 +36,37 @@ By = Literal["iteration", "flops", "tokens", "seconds"]
 BY: tuple[By, ...] = ("iteration", "flops", "tokens", "seconds")
 UNITS = {"iteration": "iteration", "flops": "FLOP", "tokens": "answer tokens", "seconds": "seconds"}
 _OURS = frozenset({"run", "seed", "cache", "loggers", "mirror", "sample_files", "requests_log"})
-"""Settings that make no other arm."""
+"""Settings without effect on the arm."""
 _FEW_TASKS = 30
-"""Below so many held-out tasks, a comparison says what one of them is worth."""
+"""Below this number of held-out tasks, a comparison states the weight of one task."""
 _TOLERANCE = 0.01
-"""By how much a run of a named arm may have spent more than the other arms' runs of its seed."""
+"""Allowed excess cost of a named arm's run over the other arms' runs of its seed."""
 
 Scores = dict[str, list[float]]
-"""By task, of its samples."""
+"""Scores of a task's samples, by task."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run, at the validation that is compared."""
+    """A run at its compared validation."""
 
     run: RunData
     iteration: int
     spent: dict[str, float | None]
-    """By the names of BY; None where the run did not record it."""
+    """By the names of BY; None if the run did not record it."""
     reward: float | None
-    """Of training, at that iteration."""
+    """The training reward at this iteration."""
     scores: Scores
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ by their seeds alone."""
+    """Runs with the same settings but different seeds."""
 
     name: str
     points: list[Point]
     settings: dict[str, Any]
-    """Those in which the arms differ."""
+    """The settings with differences between arms."""
     mean: float | None
     interval: tuple[float, float] | None
     """For other tasks, over all seeds."""
@@ -76,7 +76,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Arms at the same `by`: `reached` of it."""
+    """Arms compared at `reached` units of `by`."""
 
     by: By
     reached: float
@@ -84,11 +84,11 @@ class RunComparison:
     confidence: float
     arms: list[Arm]
     num_tasks: int
-    """Held-out tasks that all runs were asked."""
+    """Held-out tasks common to all runs."""
     notes: list[str]
     apart: float | None = None
-    """Where arms were named: by how much those that are compared of a seed differ in `by`, at most,
-    as a share.
+    """With named arms: the largest difference in `by` between compared runs of a seed, as a
+    share.
     """
     sets: list[list[str]] = field(default_factory=list)
     """A table of further held-out sets, its heading first (`ttrl.cli.arms`)."""
@@ -132,12 +132,12 @@ class RunComparison:
         return table
 
     def settings(self) -> list[tuple[str, list[str]]]:
-        """Return the settings in which arms differ, with each arm's value."""
+        """Return the differing settings, with each arm's value."""
         names = dict.fromkeys(name for arm in self.arms for name in arm.settings)
         return [(name, [_shown(arm.settings.get(name)) for arm in self.arms]) for name in names]
 
     def matched(self) -> str:
-        """Say where the arms are compared."""
+        """Name the point of comparison."""
         if self.by == "seconds":
             how_many = duration(self.reached)
         else:
@@ -158,9 +158,9 @@ class RunComparison:
         )
 
     def verdicts(self) -> list[str]:
-        """Say of each further arm whether it is better than the first, and how sure that is.
+        """Judge each further arm against the first, with the certainty.
 
-        Only several seeds tell arms apart. With one, what is said is about the two runs.
+        Only several seeds tell arms apart. With one, the verdict is about the two runs.
         """
         first = self.arms[0]
         sure = f"{self.confidence * 100:g}%"
@@ -189,9 +189,7 @@ class RunComparison:
         return found
 
     def table(self) -> str:
-        """Write all of it for a terminal: where runs are compared, what limits it, then the
-        results.
-        """
+        """Write the comparison for a terminal: its point, its limits, then the results."""
         differ = [
             ["differs", *(arm.name for arm in self.arms)],
             *([name, *values] for name, values in self.settings()),
@@ -212,7 +210,7 @@ class RunComparison:
         return path
 
     def _figure(self, by: By) -> Figure | None:
-        """Draw held-out curves over what was spent: one colour an arm, one line a seed."""
+        """Draw held-out curves over the cost: one colour an arm, one line a seed."""
         lines = []
         for place, arm in enumerate(self.arms):
             for point in arm.points:
@@ -251,11 +249,11 @@ def compare_runs(
     confidence: float = 0.95,
     arms: Sequence[str] | None = None,
 ) -> RunComparison:
-    """Compare runs, those that are still under way too. arms: the name of each run's arm, of which
-    the k-th runs have one seed; None: runs whose settings differ in the seed alone are an arm.
+    """Compare runs, finished or not. arms: the arm name of each run; the k-th runs of all arms have
+    one seed. None: runs with the same settings, except for the seed, form an arm.
 
-    Raises RunFolderError for other folders, UserError where there is nothing to compare: fewer than
-    two runs, other held-out tasks or metrics, no figures for `by`."""
+    Raises RunFolderError for other folders, UserError with nothing to compare: fewer than two runs,
+    other held-out tasks or metrics, no figures for `by`."""
     if len(folders) < 2:
         raise UserError("one run alone cannot be compared; name two or more")
     if not 0.5 <= confidence <= 0.9999:
@@ -306,7 +304,7 @@ def compare_runs(
             if a.get(key) != b.get(key)
         }
     )
-    if arms is not None:  # what was made in different ways has few settings in common
+    if arms is not None:  # named arms are made in different ways and share few settings
         differing = [key for key in differing if all(key in config for config in configs)]
     settings = [
         json.dumps({key: config.get(key) for key in differing}, default=str) for config in configs
@@ -344,7 +342,7 @@ def compare_runs(
 
 
 def _name(folders: Sequence[Path]) -> str:
-    """Name an arm: its folders, of those of a sweep what they share."""
+    """Name an arm by its folders; those of a sweep by their common part."""
     names = [folder.absolute().name for folder in folders]
     shared = {name.rpartition(",seed=")[0] for name in names}
     if len(shared) == 1 and all(shared):
@@ -353,7 +351,7 @@ def _name(folders: Sequence[Path]) -> str:
 
 
 def _ruled_out(difference: Difference) -> str:
-    """Say what can still be, where no difference was seen."""
+    """State the difference still possible if none was seen."""
     if difference.low <= 0 <= difference.high:
         most = max(abs(difference.low), abs(difference.high))
         return f"more than {most:.3f} either way is ruled out"
@@ -361,9 +359,7 @@ def _ruled_out(difference: Difference) -> str:
 
 
 def _apart(points: Sequence[Point], seeds: Sequence[int], by: By) -> float:
-    """Return by how much the runs of a seed differ in what they spent, at most, as a share of the
-    largest.
-    """
+    """Return the largest difference in cost between runs of a seed, as a share of the largest."""
     by_seed: dict[int, list[float]] = defaultdict(list)
     for point, seed in zip(points, seeds, strict=True):
         by_seed[seed].append(point.spent[by] or 0.0)
@@ -423,9 +419,10 @@ def _point(run: RunData, by: By, reached: float, name: str) -> Point:
 
 
 def spent(run: RunData) -> dict[str, list[float | None]]:
-    """Return what each row's run had spent by then: "flops" on sampling and training, without what
-    held-out samples took and the backward pass computed a second time, which depend on how a run is
-    watched and computed.
+    """Return the cumulative cost of a run at each row.
+
+    "flops" covers sampling and training, without held-out samples and recomputation in the backward
+    pass. Both depend on the way of watching and computing a run.
     """
 
     def running(pick: Pick) -> list[float]:
@@ -447,9 +444,7 @@ def spent(run: RunData) -> dict[str, list[float | None]]:
 
 
 def _config(run: RunData) -> dict[str, Any]:
-    """Return the settings; what lies in the run's own folder, such as a warm start, is the same for
-    all of them.
-    """
+    """Return the settings, with paths in the run's own folder, such as a warm start, made equal."""
     own = str(run.config.get("run") or run.folder.absolute())
     return {
         key: value.replace(own, "RUN") if isinstance(value, str) else value

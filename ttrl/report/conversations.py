@@ -1,8 +1,8 @@
-"""The report's conversations, to page through: the same held-out tasks before and after, training
-samples with their tokens coloured by advantage and by the difference between sampler and trainer,
-and samples that show what stands out.
+"""Build the report's conversation pages, to page through.
 
-What is built here are the values that parts.html shows: pages of messages and answers.
+They show the same held-out tasks before and after, training samples and the samples of findings.
+Training samples have their tokens coloured by advantage and by the difference between sampler and
+trainer. parts.html renders the values built here: pages of messages and answers.
 """
 
 import functools
@@ -34,11 +34,11 @@ from ttrl.text import compact
 
 HELD_OUT = 6
 TRAINING = 8
-"""Pages: of held-out tasks, and of training samples of each iteration that is shown (the first, the
-middle and the last).
+"""Pages: of held-out tasks, and of training samples of each shown iteration (the first, the middle
+and the last).
 """
 MOST_TEXT = 60_000
-"""Characters of the messages of one sample; a conversation of a hundred turns with tools would be
+"""Characters of the messages of one sample; a conversation of a hundred turns with tools would put
 megabytes on each page.
 """
 _MEANS = {"stop": "going on is of no use", "warn": "learning suffers", "note": "worth knowing"}
@@ -47,7 +47,7 @@ _ENDINGS = {"length": "cut off at the length limit", "stop": "ended by itself"}
 
 @functools.cache
 def template(name: str) -> Template:
-    """Return a template of this folder; it escapes everything that is filled in but Markup."""
+    """Return a template of this folder; it escapes all inserted values but Markup."""
     return Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -63,13 +63,11 @@ class Message(NamedTuple):
     role: str
     text: str
     css: str
-    """The class of its text."""
+    """The CSS class of its text."""
 
 
 def shown_messages(messages: Iterable[tuple[Any, str]]) -> Shown[Message]:
-    """Return messages as OpenAI's API has them, each with the class of its text, up to
-    MOST_TEXT.
-    """
+    """Return messages of OpenAI's API, each with the class of its text, up to MOST_TEXT."""
     known = [(message, css) for message, css in messages if isinstance(message, dict)]
     shown: list[Message] = []
     length = 0
@@ -88,7 +86,7 @@ def shown_messages(messages: Iterable[tuple[Any, str]]) -> Shown[Message]:
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """What the model answered."""
+    """The model's answer."""
 
     label: str
     sample: Sample
@@ -97,7 +95,7 @@ class ShownAnswer:
 
     @property
     def turns(self) -> Shown[Message]:
-        """Return what was said up to the last reply, without the task's messages."""
+        """Return the messages up to the last reply, without the task's own."""
         said: list[tuple[Any, str]] = []
         for turn in self.sample.turns or []:
             said += [*((message, "prompt") for message in turn.messages), (turn.reply, "answer")]
@@ -128,7 +126,7 @@ class ShownAnswer:
 
 @dataclass(frozen=True)
 class Page:
-    """One page of a pager: a prompt with one answer, or with two side by side."""
+    """One page of a pager: a prompt with one answer, or with two next to each other."""
 
     title: str
     answers: list[ShownAnswer]
@@ -139,12 +137,12 @@ class Page:
 
     @functools.cached_property
     def html(self) -> Markup:
-        """Return the page, rendered once: pages of earlier iterations are shown again and again."""
+        """Return the page, rendered once: pages of earlier iterations are shown repeatedly."""
         return Markup(template("parts.html").module.conversation(self))  # type: ignore[attr-defined]  # a macro
 
 
 def held_out_pages(run: RunData) -> list[Page]:
-    """Return the same held-out tasks before and after; empty where validation has not run twice."""
+    """Return the same held-out tasks before and after; empty before the second validation."""
     checked = run.numbers_with("validation.jsonl")
     if len(checked) < 2:
         return []
@@ -163,13 +161,13 @@ def held_out_pages(run: RunData) -> list[Page]:
 
 
 def training_pages(run: RunData) -> list[Page]:
-    """Return samples of the last iteration, one between, and the first, taken at even distances
-    from their files.
+    """Return samples of the last iteration, one between, and the first, at even distances from
+    their files.
     """
     sampled = run.numbers_with("rollouts.jsonl")
     if not sampled:
         return []
-    # The one between first and last stays the same for long (a power of two), and so do its pages.
+    # The middle one (a power of two) stays the same for long, and so do its pages.
     middle = 1 << max(len(sampled).bit_length() - 2, 0)
     chosen = sorted({sampled[0], sampled[min(middle, len(sampled) - 1)], sampled[-1]}, reverse=True)
     return [page for number in chosen for page in _pages_of(run, number)]
@@ -179,7 +177,7 @@ _PAGES: dict[Path, tuple[Any, list[Page]]] = {}
 
 
 def _pages_of(run: RunData, number: int) -> list[Page]:
-    """Return an iteration's pages, made once while its files stay what they are."""
+    """Return an iteration's pages, rebuilt only if its files change."""
     folder = run.iteration_folder(number)
     stamp = tuple(
         stamp_of(folder / name) for name in ("rollouts.jsonl", "packed.safetensors", TRAINER_FILE)
@@ -207,7 +205,7 @@ def sample_pages(run: RunData, number: int, samples: Sequence[Sample]) -> list[P
 
 
 def shown_findings(run: RunData) -> list[tuple[Finding, str, list[Page]]]:
-    """Return what stands out, the most serious first, with what its severity means and pages of
+    """Return the findings, the most serious first, each with its severity's meaning and pages of
     samples.
     """
     return [
@@ -217,7 +215,7 @@ def shown_findings(run: RunData) -> list[tuple[Finding, str, list[Page]]]:
 
 
 def _example_pages(run: RunData, finding: Finding) -> list[Page]:
-    """Return samples that show it, of the newest iteration that has any."""
+    """Return sample pages of the newest iteration with samples of the finding."""
     if finding.examples is None:
         return []
     for number in run.numbers_with("rollouts.jsonl")[:-6:-1]:

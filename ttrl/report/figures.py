@@ -1,5 +1,5 @@
-"""The report's charts: learning, time, what is sampled, how the training went, and every other
-metric as a small curve.
+"""Draw the report's charts: learning, time, samples, training, and every other metric as a small
+curve.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from ttrl.run_folder.reader import (
 from ttrl.text import compact, is_number
 
 _OTHER_SHARES = 4
-"""As many as colours are left."""
+"""The number of colours left."""
 MOST = 200
-"""Columns: a run whose rows hold other names in each iteration must not make a page without end."""
+"""Columns: a run with other metric names in each iteration must not make an endless page."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Figure:
     caption: str
     chart: Markup
     keys: list[tuple[str, str]] = field(default_factory=list)
-    """The legend: (class of the colour, name); empty where there is nothing to tell apart."""
+    """The legend: (class of the colour, name); empty with nothing to tell apart."""
 
 
 def _lines(
     run: RunData, title: str, caption: str, series: Sequence[Series], band: str = "", **options: Any
 ) -> list[Figure]:
-    """Return a figure of those series that have a value; empty where none has. band: what a shaded
-    band is.
+    """Return a figure of the series with values; empty without any. band: the meaning of a shaded
+    band.
     """
     known = [one for one in series if any(value is not None for value in one.values)]
     chart = line_chart(title, run.iterations, known, **options)
@@ -65,7 +65,7 @@ def _line(run: RunData, title: str, pick: Pick, caption: str, **options: Any) ->
 def _bars(
     run: RunData, title: str, caption: str, series: Sequence[Series], **options: Any
 ) -> list[Figure]:
-    """Return a figure of those series that are ever above zero; empty where none is."""
+    """Return a figure of the series ever above zero; empty without any."""
     known = [one for one in series if any((value or 0) > 0 for value in one.values)]
     bars = stacked_bars(title, run.iterations, known, **options)
     if bars is None:
@@ -161,8 +161,8 @@ def learning(run: RunData) -> list[Figure]:
 
 
 def _other_shares(run: RunData, shown: str) -> list[Series]:
-    """Return the other held-out metrics between 0 and 1, at most four: a reward that rises may
-    solve nothing.
+    """Return the other held-out metrics between 0 and 1, at most four: a rising reward may solve
+    nothing.
     """
     names = sorted({name for row in run.rows for name in row.validation or {}} - {shown})
     columns = [(name, run.column(held_out(name))) for name in names]
@@ -179,7 +179,7 @@ def _other_shares(run: RunData, shown: str) -> list[Series]:
 
 
 def time(run: RunData) -> list[Figure]:
-    """Return seconds of each phase, dead time, tokens per second, and how busy the machine was."""
+    """Return seconds of each phase, dead time, tokens per second, and the machine's utilisation."""
     columns = phase_columns(run)
     phases = [
         Series(name, columns[name], color) for color, name in enumerate([*PHASES, "other"], 1)
@@ -279,7 +279,7 @@ def time(run: RunData) -> list[Figure]:
 
 
 def sampling(run: RunData) -> list[Figure]:
-    """Return what the model writes, and how old it is."""
+    """Return the charts of the samples, and their age."""
     groups = [
         Series(
             "all right", run.column(lambda row: ratio(row.groups.all_right, row.groups.total)), 3
@@ -389,7 +389,7 @@ def sampling(run: RunData) -> list[Figure]:
 
 
 def training(run: RunData) -> list[Figure]:
-    """Return how the policy moves."""
+    """Return the charts of the policy's movement."""
     clipped = [
         Series("from above", run.column(lambda row: row.train.clip_fraction_high), 1),
         Series("from below", run.column(lambda row: row.train.clip_fraction_low), 2),
@@ -446,7 +446,7 @@ def training(run: RunData) -> list[Figure]:
 
 
 def _apart(run: RunData) -> str:
-    """Say what the chart of sampler and trainer shows, with the limits that hold for the run."""
+    """Explain the chart of sampler and trainer, with the run's own limits."""
     config = run.config
     allowed = limits(config.get("dtype"), config.get("device"), config.get("drift_limits"))
     named = {"means": allowed.mean, "99.9th percentiles": allowed.p999}
@@ -465,8 +465,8 @@ def _apart(run: RunData) -> str:
 
 
 def _gradient_noise(run: RunData) -> list[Figure]:
-    """Return the noise scale with its interval, and where the noise comes from, with the advice
-    that follows from the newest.
+    """Return the noise scale with its interval, and the sources of the noise, with advice from the
+    newest measurement.
     """
     low = run.column(lambda row: row.gradient_noise.low)
     high = run.column(lambda row: row.gradient_noise.high)

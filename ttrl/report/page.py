@@ -1,15 +1,14 @@
-"""report.html of a run: what happened, in words, curves and examples; one file that needs nothing
-else.
+"""Write a run's report.html: its story in words, curves and examples, in one self-contained file.
 
-It is written again after each iteration and by `ttrl report RUN`. It loads nothing from anywhere (a
-content security policy in the page forbids it), has no scripts, follows the reader's light or dark
-setting and fits a phone. The HTML is in report.html and parts.html beside this file, and is filled
-in with what the modules here compute. What a model wrote is untrusted: the templates escape all of
-it, and control characters become visible symbols.
+Each iteration and `ttrl report RUN` write it again. The page loads nothing (its content security
+policy forbids it), has no scripts, follows the reader's light or dark setting and fits a phone. The
+HTML templates report.html and parts.html lie next to this file; the modules here compute the
+values. A model's text is untrusted: the templates escape all of it, and control characters become
+visible symbols.
 
-A report must not slow down its run: files are read only as far as they are shown, what was read is
-kept until the file changes, curves of long runs are thinned out, and the table shows a selection of
-many iterations.
+A report must not slow down its run. It reads only the shown parts of files and keeps them until the
+file changes. Curves of long runs are thinned out, and the table shows a selection of many
+iterations.
 """
 
 import base64
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "report.html"
 MAX_TABLE_ROWS = 120
 MAX_PICTURE = 2**20
-"""Bytes of a picture of a study."""
+"""Size limit of a study's picture, in bytes."""
 _STUDY_PICTURES = (
     "steps.png",
     "noise.png",
@@ -57,17 +56,17 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 @functools.cache
 def css() -> Markup:
-    """Return the style of our pages."""
+    """Return the CSS of our pages."""
     return Markup((_HERE / "report.css").read_text(encoding="utf-8"))
 
 
 def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> Path:
-    """Write RUN/report.html from what the run folder holds, atomically, and return its path.
+    """Write RUN/report.html from the run folder, atomically, and return its path.
 
-    rows: those of metrics.jsonl, where the caller has them anyway.
+    rows: those of metrics.jsonl, if the caller has them anyway.
 
-    Raises RunFolderError for a folder that is not a run or whose metrics are damaged, StorageError
-    when it cannot be written.
+    Raises RunFolderError for a folder without a run or with damaged metrics, StorageError when the
+    report cannot be written.
     """
     run = read_run(Path(run_folder), rows)
     html = template("report.html").render(
@@ -99,8 +98,8 @@ def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
 
 
 def visible(html: str) -> str:
-    """Return the page with control characters as their visible symbols, and lone surrogates as
-    question marks.
+    """Return the page with control characters as visible symbols, and lone surrogates as question
+    marks.
     """
     shown = _CONTROL.sub(
         lambda match: chr(0x2421 if match[0] == "\x7f" else 0x2400 + ord(match[0])), html
@@ -109,10 +108,10 @@ def visible(html: str) -> str:
 
 
 def leave_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> Path:
-    """Write the report of a run under way, which no page may end: what goes wrong is logged. Return
-    its path.
+    """Write the report of a run under way and return its path. No page may end a run: errors are
+    logged.
 
-    Raises StorageError alone: there is no room for the run's own files either.
+    Raises only StorageError: then the run's own files have no room either.
     """
     try:
         return write_report(run_folder, rows)
@@ -125,11 +124,11 @@ def leave_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The picture of a packed row, or why there is none."""
+    """The picture of a packed row, or the reason for its absence."""
 
     error: str = ""
     rows: int = 0
-    """Of the pack."""
+    """Number of rows of the pack."""
     iteration: int = 0
     picture: Markup = field(default_factory=Markup)
 
@@ -144,7 +143,7 @@ def _packed_row(run: RunData) -> PackedRow | None:
 
     path = run.iteration_folder(there[-1]) / "packed.safetensors"
     try:
-        # Mapped into memory: only the row that is drawn is read and checked.
+        # Mapped into memory: only the drawn row is read and checked.
         tensors, samples, header = load_packed(path)
         columns: dict[str, Any] = {**tensors, **header}
         packed = PackedTensors(samples=samples, **columns)
@@ -160,8 +159,8 @@ def _packed_row(run: RunData) -> PackedRow | None:
 
 
 def _studies(run: RunData) -> list[tuple[str, list[str]]]:
-    """Return (title, pictures as data: addresses) of what `ttrl study` left in the run's folder and
-    in its newest iteration.
+    """Return (title, pictures as data: addresses) of `ttrl study`, from the run's folder and its
+    newest iteration with a study.
     """
     folders = [("every step", run.folder / "study")]
     folders += [
@@ -189,7 +188,7 @@ class Table:
     iterations: list[int]
     columns: list[tuple[str, list[str]]]
     left_out: str
-    """Which iterations are not shown; "" where all are."""
+    """The iterations not shown; "" if none."""
 
 
 def _table(run: RunData) -> Table:

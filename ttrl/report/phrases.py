@@ -1,8 +1,8 @@
-"""The report's sentences and figures: what happened, the tiles, the table, and columns that are
-made of several metrics.
+"""Write the report's sentences and figures: the summary, the tiles, the table, and columns combined
+from several metrics.
 
-Every sentence is computed from the metrics and says no more than they show: a rise that lies within
-the noise is called that. What stands out is said by `ttrl.monitoring.findings`.
+Every sentence is computed from the metrics and claims no more than they show: a rise within the
+noise is called noise. `ttrl.monitoring.findings` words the findings.
 """
 
 import math
@@ -28,7 +28,7 @@ from ttrl.text import compact, duration, percent, si_spaced
 
 
 def _ends(run: RunData, pick: Pick) -> tuple[MetricsRow, MetricsRow] | None:
-    """Return the first and the last row that have a value; None when there are not two."""
+    """Return the first and the last row with a value; None with fewer than two."""
     rows = [row for row in run.rows if number(pick(row)) is not None]
     if len(rows) > 1:
         return (rows[0], rows[-1])
@@ -42,8 +42,8 @@ def _value(value: float, is_share: bool) -> str:
 
 
 def _verb(start: float, end: float, spans: Sequence[tuple[float, float] | None]) -> str:
-    """Say how the value moved, judged against the noise of the counts where they are known. spans:
-    the intervals of start and end."""
+    """Name the movement of a value, judged against the noise of known counts. spans: the intervals
+    of start and end."""
     before, after = spans
     if before is not None and after is not None:
         noise = math.hypot(before[1] - before[0], after[1] - after[0]) / 2
@@ -57,9 +57,7 @@ def _verb(start: float, end: float, spans: Sequence[tuple[float, float] | None])
 
 
 def summary(run: RunData) -> str:
-    """Say in one or two sentences what changed: from what to what, in how many iterations, in how
-    much time.
-    """
+    """Sum up the change in one or two sentences: start and end values, iterations and time."""
     count = len(run.trained)
     if not run.rows:
         return "No iteration is finished yet."
@@ -105,8 +103,8 @@ def summary(run: RunData) -> str:
 
 
 def _other_shares(run: RunData, ends: tuple[MetricsRow, MetricsRow]) -> str:
-    """Say how other held-out metrics went where the headline is the reward, which may rise while
-    nothing is solved."""
+    """Describe the other held-out metrics if the headline is the reward: it may rise with nothing
+    solved."""
     found = []
     for name in sorted({name for row in ends for name in row.validation or {}}):
         values = [value for value in run.column(held_out(name)) if value is not None]
@@ -125,7 +123,7 @@ def _whose(run: RunData, label: str) -> str:
 
 
 def _best(run: RunData, pick: Pick, end: float, is_share: bool) -> str:
-    """Name the best iteration when it was clearly better than the last one."""
+    """Name the best iteration if it was clearly better than the last one."""
     known = [
         (value, iteration)
         for value, iteration in zip(run.column(pick), run.iterations, strict=True)
@@ -167,27 +165,25 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
 
 
 def failed_shares(run: RunData) -> list[float | None]:
-    """Return failed samples as a share of all, per row; None throughout where none ever failed."""
+    """Return failed samples as a share of all, per row; None throughout if none ever failed."""
     if any(row.failed for row in run.rows):
         return run.column(lambda row: ratio(row.failed, row.samples))
     return [None] * len(run.rows)
 
 
 def dead_shares(run: RunData) -> list[float | None]:
-    """Return the share of each iteration in which nothing was sampled and nothing trained; None
-    where it was not measured.
+    """Return each iteration's share of time with neither sampling nor training; None if not
+    measured.
     """
     shares = run.column(lambda row: ratio(row.dead_seconds, row.seconds.total))
     return [None if share is None else max(0.0, min(1.0, share)) for share in shares]
 
 
 def utilisation(run: RunData) -> list[float | None]:
-    """Return FLOPs of training over what the machine could have computed in the whole iteration,
-    per row.
-    """
+    """Return FLOPs of training over the machine's capacity in the whole iteration, per row."""
 
     def share(row: MetricsRow) -> float | None:
-        # Older rows know no time of the steps.
+        # Older rows lack the time of the steps.
         seconds = row.seconds.train if row.train.seconds is None else row.train.seconds
         part = ratio(seconds, row.seconds.total)
         if row.train.peak_share is None or part is None:
@@ -198,7 +194,7 @@ def utilisation(run: RunData) -> list[float | None]:
 
 
 def allocation(run: RunData) -> str:
-    """Say what the newest measurement of the gradient's noise advises; "" where there is none."""
+    """Return the advice of the newest measurement of the gradient's noise; "" without one."""
     for row in reversed(run.trained):
         noise = row.gradient_noise
         prompts = noise.best_prompts
@@ -219,8 +215,8 @@ def allocation(run: RunData) -> str:
 
 
 def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:
-    """Return (heading, cells of the rows whose places are in `shown`) for the main figures that the
-    run recorded.
+    """Return (heading, cells of the rows at the places in `shown`) for the run's recorded main
+    figures.
     """
     wanted: list[tuple[str, Pick]] = [
         ("reward", lambda row: row.reward),
@@ -267,22 +263,22 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
 
 
 _OTHERS = 3
-"""Metrics that the headline names besides the reward."""
+"""Number of metrics in the headline besides the reward."""
 _MARKS = {"stop": "!!", "warn": " !", "note": " ·"}
 
 
 def course_lines(run: RunData) -> list[str]:
-    """Return what the whole run came to: see `ttrl.monitoring.summary`."""
+    """Return the summary lines of the whole run (`ttrl.monitoring.summary`)."""
     return summary_lines(run.rows, run.config, overfits=is_overfit(run))
 
 
 def is_overfit(run: RunData) -> bool:
-    """Tell whether a run is validated on the tasks that it is trained on."""
+    """Tell whether a run validates on its training tasks."""
     return overfits(read_mapping(run.folder / "tasks.json"))
 
 
 def report_text(run_folder: Path, width: int = 100) -> str:
-    """Return the summary, the main figures and what stands out, wrapped to `width` columns. Raises
+    """Return the summary, the main figures and the findings, wrapped to `width` columns. Raises
     RunFolderError as `read_run`."""
     run = read_run(Path(run_folder))
     width = max(40, min(width, 120))

@@ -1,6 +1,4 @@
-"""What the report shows of a run against its plan (plan.json): planned and measured, line by
-line.
-"""
+"""Compare a run with its plan (plan.json) for the report: planned and measured, line by line."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from ttrl.plans.plan import Plan
 from ttrl.text import duration, gib, percent, si_spaced
 
 NEAR = 0.25
-"""Lines that are further apart are marked."""
+"""Lines further apart are marked."""
 _FROM = {
     "assumed": "assumed",
     "tasks": "counted",
@@ -24,19 +22,19 @@ _FROM = {
 
 @dataclass(frozen=True)
 class PlanOutcome:
-    """One figure as planned and as it came out."""
+    """One figure, planned and measured."""
 
     name: str
     planned: float
     real: float
     write: Callable[[float], str]
-    """Writes the number for people, with its unit."""
+    """Formats the number for people, with its unit."""
     source: str
-    """What the plan's figure rests on."""
+    """The basis of the plan's figure."""
 
     @property
     def is_near(self) -> bool:
-        """Tell whether what came out is within NEAR of what was planned."""
+        """Tell whether the measured figure is within NEAR of the planned one."""
         return not self.planned or abs(self.real / self.planned - 1) <= NEAR
 
     def cells(self) -> list[str]:
@@ -48,9 +46,9 @@ class PlanOutcome:
 
 
 def plan_table(run_folder: Path, rows: Sequence[MetricsRow]) -> list[list[str]]:
-    """Return the rows of the table; empty where the run has no plan or no finished iteration.
+    """Return the rows of the table; empty without a plan or a finished iteration.
 
-    Never raises for what lies in the folder.
+    Never raises for the folder's content.
     """
     try:
         return [one.cells() for one in outcomes(Plan.load(run_folder), rows)]

@@ -1,9 +1,9 @@
-"""Samples of rollout and validation files for the report, without reading what is not shown.
+"""Read samples of rollout and validation files for the report, and only the shown ones.
 
 A line of rollouts.jsonl may be 50 kB of token ids and log-probabilities: parsing all of them took
-longer than the whole report. So the file is split into lines, the bytes tell which of them show a
-finding, and only those that are shown are parsed. What was read is kept until the file changes, so
-that a report that is written after each iteration reads only new files.
+longer than the whole report. So the file is split into lines, the bytes tell the lines of a
+finding, and only shown lines are parsed. Results are kept until the file changes: a report after
+each iteration reads only new files.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from ttrl.run_folder.token_text import run_token_text
 T = TypeVar("T")
 
 MAX_TOKENS = 300
-"""Shown of one sample: a page with twenty samples then stays below two megabytes."""
+"""Tokens shown of one sample: a page with twenty samples then stays below two megabytes."""
 TRAINER_FILE = "trainer_logprobs.safetensors"
 _FULL_COLOUR = 2.0
-"""The advantage from which the colour is full: a group's have a standard deviation of 1, so colours
-mean the same everywhere.
+"""The advantage with full colour: within a group the standard deviation is 1, so colours mean the
+same everywhere.
 """
 
 
@@ -39,14 +39,15 @@ _texts: dict[Path, Callable[[int], str]] = {}
 
 
 def token_text_of(run: RunData, number: int) -> Callable[[int], str] | None:
-    """Return `run_token_text`, read once in a process: all checkpoints of a run have the same
-    tokenizer, and reading a large one takes longer than the report. None where there is none that
-    can be read.
+    """Return `run_token_text`, read once per process; None without a readable tokenizer.
+
+    All checkpoints of a run share a tokenizer, and reading a large one takes longer than the
+    report.
     """
     if run.folder not in _texts:
         try:
             text = run_token_text(run, number)
-        except (TtrlError, OSError):  # OSError: a model's name that is not a file name
+        except (TtrlError, OSError):  # OSError: a model's name is not always a file name
             return None
         if text is None:
             return None
@@ -57,7 +58,7 @@ def token_text_of(run: RunData, number: int) -> Callable[[int], str] | None:
 
 
 class TokenSpan(NamedTuple):
-    """One token as it is shown."""
+    """One token to show."""
 
     css: str
     title: str
@@ -83,9 +84,9 @@ class TokenFacts:
     version: int | None = None
 
     def span(self, place: int, text: Callable[[int], str]) -> TokenSpan:
-        """Return the token shaded by advantage (blue up, orange down) and underlined by how far
-        sampler and trainer are apart (classes d1 to d3: above 0.001, 0.01, 0.1 nats); its title
-        says all of it in numbers.
+        """Shade the token by advantage (blue up, orange down) and underline it by the distance of
+        sampler and trainer (classes d1 to d3: above 0.001, 0.01, 0.1 nats). Its title gives all
+        numbers.
         """
         parts = [f"#{place} id {self.token_id}"]
         css = []
@@ -110,8 +111,8 @@ class TokenFacts:
 
 
 class TokenTable:
-    """The generated tokens of one iteration's samples, with what the pack and the trainer say about
-    them.
+    """The generated tokens of one iteration's samples, with the facts of the pack and the
+    trainer.
     """
 
     def __init__(self, run: RunData, number: int) -> None:
@@ -133,7 +134,7 @@ class TokenTable:
                 self._trainer = None
 
     def spans(self, sample: Sample) -> Shown[TokenSpan] | None:
-        """Return the answer as coloured tokens; None where text says as much: no tokenizer, no ids,
+        """Return the answer as coloured tokens; None if text says as much: no tokenizer, no ids,
         several turns.
         """
         if (
@@ -149,8 +150,8 @@ class TokenTable:
         return Shown(shown, len(tokens) - len(shown))
 
     def _facts(self, sample: Sample) -> list[TokenFacts] | None:
-        """Return all generated tokens; None without ids. Untrained ones have an id and the
-        sampler's logprob alone.
+        """Return all generated tokens; None without ids. Untrained ones have only an id and the
+        sampler's logprob.
         """
         ids = sample.token_ids
         if ids is None or (sample.logprobs is not None and len(sample.logprobs) != len(ids)):
@@ -161,7 +162,7 @@ class TokenTable:
             else [_number(value) for value in sample.logprobs]
         )
         trained = self._trained(sample)
-        # The pack holds the same tokens in the same order, or, where it was truncated, the first of
+        # The pack holds the same tokens in the same order; a truncated pack holds the first of
         # them.
         if [one.token_id for one in trained] != ids[: len(trained)]:
             trained = []
@@ -199,13 +200,13 @@ def _number(value: float) -> float | None:
     return None
 
 
-_MOST_BYTES = 256_000_000  # of a file that is looked at
+_MOST_BYTES = 256_000_000  # of a searched file
 _REWARD = re.compile(rb'"reward": (-?[0-9.eE+-]+|null)')
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Choose `most` of `count` places at even distances, the first one included: by place, never by
-    how good they look.
+    """Choose `most` of `count` places at even distances, starting with the first: by place, never
+    by good looks.
     """
     if count > most:
         return [index * count // most for index in range(min(count, most))]
@@ -213,7 +214,7 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def sample_lines(path: Path) -> Sequence[bytes]:
-    """Return the first _MOST_BYTES of the file as lines; empty where it cannot be read."""
+    """Return the first _MOST_BYTES of the file as lines; empty if unreadable."""
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES)
@@ -223,7 +224,7 @@ def sample_lines(path: Path) -> Sequence[bytes]:
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
-    """Return time and size, which change when the file does."""
+    """Return time and size, to detect changes of the file."""
     try:
         stat = path.stat()
     except OSError:
@@ -232,7 +233,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
 
 
 def parsed(line: bytes) -> Sample | None:
-    """Parse a line; None for what is not a sample."""
+    """Parse a line; None if it is no sample."""
     try:
         return Sample.from_json(json.loads(line))
     except (ValueError, TypeError, AttributeError):
@@ -241,7 +242,9 @@ def parsed(line: bytes) -> Sample | None:
 
 @functools.lru_cache(maxsize=16)
 def some_samples(path: Path, most: int, stamp: tuple[int, int]) -> list[Sample]:
-    """Return at most `most` samples of the file, at even distances. stamp: that of the file."""
+    """Return at most `most` samples of the file, at even distances. stamp: the file's
+    `stamp_of`.
+    """
     lines = sample_lines(path)
     return [
         sample for index in spread(len(lines), most) if (sample := parsed(lines[index])) is not None
@@ -269,7 +272,7 @@ def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample,
 
 @functools.lru_cache(maxsize=64)
 def examples(path: Path, kind: Examples, stamp: tuple[int, int], most: int = 2) -> list[Sample]:
-    """Return samples of the file that show a finding. stamp: that of the file."""
+    """Return samples of the file for a finding. stamp: the file's `stamp_of`."""
     lines = sample_lines(path)
     rewards = [_reward(line) for line in lines]
     known = [reward for reward in rewards if reward is not None]
@@ -286,7 +289,7 @@ def examples(path: Path, kind: Examples, stamp: tuple[int, int], most: int = 2) 
         chosen = [i for i in range(len(lines)) if tests[kind](i)]
     elif kind == "longest":
         chosen = sorted(range(len(lines)), key=lambda i: -len(lines[i]))[:most]
-    else:  # "repeated": the commonest completion, told by its text
+    else:  # "repeated": the commonest completion, by its text
         texts: dict[bytes, list[int]] = {}
         for i, line in enumerate(lines):
             match = re.search(rb'"text": "(?:[^"\\]|\\.)*"', line)

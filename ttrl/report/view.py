@@ -1,4 +1,4 @@
-"""`ttrl view`: an iteration's packed rows, as a page, a picture, or text."""
+"""Show an iteration's packed rows as a page, a picture, or text: `ttrl view`."""
 
 import os
 import re
@@ -15,12 +15,12 @@ from ttrl.text import spans
 
 FILE_NAME = "packed.safetensors"
 FIRST_ROWS = 8
-"""How many rows are shown when none are named."""
+"""Number of rows shown by default."""
 
 
 @dataclass(frozen=True)
 class PackView:
-    """Rows of a pack, to be looked at."""
+    """Rows of a pack to look at."""
 
     path: Path
     title: str
@@ -29,10 +29,10 @@ class PackView:
     token_text: Callable[[int], str] | None
 
     def write_html(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the page atomically, by default as packed.html beside the pack; return its path.
+        """Write the page atomically, by default as packed.html next to the pack; return its path.
 
-        Raises PackError for so many rows that browsers could not open it, StorageError when it
-        cannot be written.
+        Raises PackError for too many rows for browsers to open, StorageError when it cannot be
+        written.
         """
         from ttrl.data.pictures.rows_page import packed_rows_html
 
@@ -44,9 +44,7 @@ class PackView:
         return path
 
     def write_png(self, path: str | os.PathLike[str]) -> Path:
-        """Write a picture of all the rows. Raises UserError where matplotlib is not installed,
-        StorageError.
-        """
+        """Write a picture of all the rows. Raises UserError without matplotlib, StorageError."""
         from ttrl.data.pictures.plot import plot_packed_tensors
         from ttrl.system.files import atomic_file
 
@@ -76,12 +74,12 @@ def open_pack(
 ) -> PackView:
     """Find a pack and read it.
 
-    run: a run folder, or a .safetensors file. iteration: which one of the run; without it, the
-    newest that has a pack. rows: "0-7", "3", "0-3,8"; without it, the first FIRST_ROWS. tokenizer:
-    a folder with tokenizer.json; without it, the run's own.
+    run: a run folder, or a .safetensors file. iteration: by default the newest with a pack. rows:
+        "0-7", "3", "0-3,8"; by default the first FIRST_ROWS. tokenizer: a folder with
+        tokenizer.json; by default the run's own.
 
-    Raises RunFolderError for a run, iteration or pack that is not there, PackError for a pack that
-    cannot be read, UserError for rows that do not exist.
+    Raises RunFolderError for a missing run, iteration or pack, PackError for an unreadable pack,
+    UserError for rows out of range.
     """
     run = Path(run)
     if run.suffix == ".safetensors" or run.is_file():
@@ -92,7 +90,7 @@ def open_pack(
         path = run
         title = run.name
         folder = run.absolute().parent
-        # It lies in a run, whose tokenizer it was made with.
+        # The pack lies in a run: use the run's tokenizer.
         if folder.parent.name == "iterations" and folder.name.isdecimal():
             run = folder.parent.parent
             iteration = int(folder.name)
@@ -114,7 +112,7 @@ def open_pack(
 
 def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
     """Find the pack of an iteration; return it with its number."""
-    data = read_run(run)  # for what it says about folders that are not runs
+    data = read_run(run)  # for its message about folders without a run
     there = sorted(
         int(path.name)
         for path in (run / "iterations").glob("[0-9]*")

@@ -1,10 +1,10 @@
-"""Sampling that is divided among workers: `get_divided_results` returns what `get_task_results`
-would, for one process less.
+"""Divide sampling among workers: `get_divided_results` returns the results of `get_task_results`,
+with less load on one process.
 
-Each worker has some of the servers, for itself (worker.py). Tasks are handed out as workers have
-room for them, and groups are taken as they come. A worker that is gone, or whose servers are all
-gone, has its unfinished tasks given to others, and is asked again when it is back. A group counts
-when it comes from the worker that has its task now, so none counts twice.
+Each worker has its own share of the servers (worker.py). Workers get tasks as they have room, and
+groups are collected as they finish. If a worker or all its servers are gone, others get its
+unfinished tasks; it is asked again on its return. A group counts only from its task's current
+worker, so none counts twice.
 """
 
 import asyncio
@@ -32,31 +32,27 @@ from ttrl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Of workers that had a task when they died; then it counts as failed, as it may be what kills
-them.
-"""
+"""Worker deaths with the same task before it counts as failed; the task may be their cause."""
 _SUSPECT = 2
-"""After so many deaths a worker has no more than one such task at a time, which is then blamed
-alone.
+"""After this many deaths a task is suspect. A worker has only one suspect at a time, so only this
+one is blamed for the next death.
 """
 _PAUSE = 1.0
-"""Seconds before a worker that is gone is asked again."""
+"""Seconds before asking a missing worker again."""
 _NEW_SECONDS = 30.0
-"""For which a worker that was asked anew does not count as one that works, where all others are
-gone.
-"""
+"""Seconds a reopened worker does not yet count as working, if all others are gone."""
 _CLOSE_SECONDS = 5.0
 
 
 class Worker(Protocol):
-    """A process that samples. Its methods raise ServerDiedError where it is gone, or does not know
-    the call.
+    """A sampling process. Its methods raise ServerDiedError if it is gone or does not know the
+    call.
     """
 
     name: str
 
     async def open(self, call: str, request: SamplingRequest) -> None:
-        """Make a `WorkerCall`, in place of one with this name."""
+        """Make a `WorkerCall`, replacing any of this name."""
 
     async def work(self, call: str, jobs: Sequence[Job], more: bool) -> Report:
         """See `WorkerCall.work`."""
@@ -70,13 +66,13 @@ async def get_divided_results(
     workers: Sequence[tuple[Worker, Client]],
     request: SamplingRequest,
 ) -> TaskResults:
-    """Sample and grade tasks as `sample_tasks` does; results come back in the order of the tasks.
+    """Sample and grade tasks as `sample_tasks` does; results come back in task order.
 
-    workers: each with its servers, in place of those of the request. It must have no token budget,
-        and no callbacks that belong to this process but `on_task_done`. Its `max_downtime`: seconds
-        to wait for any worker to be back, when all of them are gone.
+    workers: each with its servers, replacing those of the request.
+    request: has no token budget and no callbacks of this process except `on_task_done`. Its
+        `max_downtime`: seconds to wait for any worker after all are gone.
 
-    Raises ServerDiedError where none is, UserError for what is wrong with the request.
+    Raises ServerDiedError if none comes back, UserError for a wrong request.
     """
     assert workers and request.token_budget is None and not request.unfinished
     call = _Call(tasks, workers, request)
@@ -91,13 +87,13 @@ class _Share:
         self.worker = worker
         self.request = request
         self.jobs: dict[int, Job] = {}
-        """What it has to do, by position."""
+        """Its open jobs, by position."""
         self.opened = math.inf
-        """Since when it has been at work."""
+        """Start time of its current work."""
         self.is_missed = False
-        """Whether that was said."""
+        """Whether its absence was logged."""
         self.grading_seconds: dict[float, float] = {}
-        """By `opened`: a worker that was started again counts anew."""
+        """By `opened`: a restarted worker counts from zero."""
 
 
 class _Call:
@@ -128,7 +124,7 @@ class _Call:
         self._deaths: Counter[int] = Counter()
         self._over = asyncio.Event()
         self._heard = time.monotonic()
-        """When a group last came."""
+        """Time of the last group."""
         shown = screen() if request.pbar else None
         self.progress = Progress(self._tasks * request.n, request.description, shown)
 
@@ -164,7 +160,7 @@ class _Call:
             await asyncio.wait_for(share.worker.close(self._name), _CLOSE_SECONDS)
 
     async def _drive(self, share: _Share) -> None:
-        """Keep a worker at work until all is done."""
+        """Keep a worker busy until all is done."""
         while True:
             try:
                 await share.worker.open(self._name, share.request)
@@ -231,7 +227,7 @@ class _Call:
             self._over.set()
 
     def _take_back(self, share: _Share, died: bool) -> int:
-        """Return how many tasks wait again that a worker had."""
+        """Put a worker's tasks back in the queue and return their number."""
         if died:
             self._deaths.update(self._suspects_of(share) or list(share.jobs))
         jobs = share.jobs
@@ -263,7 +259,7 @@ class _Call:
 
 
 def _log_of(request: SamplingRequest, number: int) -> Path | None:
-    """Return a worker's own log of requests: what several machines append to one file of a network
+    """Return a worker's own log of requests: appends of several machines to one file on a network
     file system may be lost.
     """
     if request.requests_log is None:
@@ -275,7 +271,7 @@ def _log_of(request: SamplingRequest, number: int) -> Path | None:
 def divided_servers(
     endpoints: Sequence[Endpoint], places: Sequence[str | None]
 ) -> list[list[Endpoint]]:
-    """Return each worker's servers, about as many for each: those of its own machine first. places:
+    """Return about equally many servers for each worker, those of its own machine first. places:
     the workers' machines.
     """
     most = -(-len(endpoints) // len(places))

@@ -1,4 +1,4 @@
-"""Stops completions that the model itself finds unlikely: babble is not worth the tokens."""
+"""Stop completions the model itself finds unlikely: babble is not worth the tokens."""
 
 import logging
 import weakref
@@ -16,21 +16,20 @@ logger = logging.getLogger(__name__)
 
 
 class InferenceEarlyStop:
-    """An `on_chunk` that ends a completion when the moving mean of its logprobs falls below a
-    threshold, or is NaN.
+    """An `on_chunk` ending a completion once the moving mean of its logprobs is below a threshold,
+    or NaN.
 
         await get_task_results(tasks, client, model, on_chunk=InferenceEarlyStop())
 
     The mean m of a choice starts at 0 and becomes alpha·m + (1 − alpha)·logprob with each token
-    (natural logarithms). One object serves any number of streams and choices at once, each with a
-    mean of its own. A choice that is ended has `stopped_early` True and the finish_reason
-    "stopped_early".
+    (natural logarithms). One object serves any number of streams and choices at once, each with its
+    own mean. An ended choice has `stopped_early` True and the finish_reason "stopped_early".
 
     alpha: between 0 and 1, both excluded; 0.992 looks back over some 125 tokens.
     threshold: below 0. With the defaults, 21 tokens of logprob −20 end a completion, or 173 of −4.
 
-    Tokens without a logprob are passed over; the first is reported by a warning, and `num_unknown`
-    counts them. Raises UserError for values out of range.
+    Tokens without a logprob are skipped; the first causes a warning, and `num_unknown` counts them.
+    Raises UserError for values out of range.
     """
 
     def __init__(self, alpha: float = 0.992, threshold: float = -3.0) -> None:
@@ -46,26 +45,24 @@ class InferenceEarlyStop:
             )
         self.alpha, self.threshold = float(alpha), float(threshold)
         self.num_unknown = 0
-        """Tokens (chunks, where a server sends no logprobs at all) without a logprob."""
+        """Tokens without a logprob (chunks, if a server sends none at all)."""
         self.num_stopped = 0
-        """Choices that were ended."""
+        """Choices ended."""
         self._streams: dict[int, dict[int, float]] = {}
-        """The means of choices, by the id of their completion, with which they go: openai's
+        """The means of choices, by the id of their completion and deleted with it: openai's
         completions have no hash.
         """
 
     @property
     def cache_key(self) -> str:
-        """What it does to a completion is a function of this."""
+        """Its effect on a completion is a function of this."""
         return f"InferenceEarlyStop(alpha={self.alpha!r}, threshold={self.threshold!r})"
 
     def __repr__(self) -> str:
         return self.cache_key
 
     def __call__(self, chunk: Any, completion: Any) -> None:
-        """Read one chunk of `completion`. Raises StopIteration after marking the choices that are
-        to end.
-        """
+        """Read one chunk of `completion`. Marks the choices to end, then raises StopIteration."""
         if isinstance(chunk, dict):  # of a stream of plain JSON
             chunk = ChatCompletionChunk.construct(**chunk)
         stopped = False
@@ -92,9 +89,9 @@ class InferenceEarlyStop:
         return self._means(completion).get(index, 0.0)
 
     def ends_at(self, logprobs: Sequence[float]) -> int | None:
-        """Return after how many tokens a completion with these log-probabilities would have been
-        ended; None: not at all. To choose alpha and threshold by an earlier run's samples; NaN is a
-        token without one.
+        """Return the number of tokens before a completion with these log-probabilities would have
+        been ended; None: not at all. For choosing alpha and threshold from an earlier run's
+        samples; NaN marks a token without one.
         """
         mean = 0.0
         for count, logprob in enumerate(logprobs, 1):
@@ -114,7 +111,7 @@ class InferenceEarlyStop:
                 self._count_unknown(1)
                 continue
             mean = alpha * mean + rest * logprob
-            # A later token of the same chunk must not lift it again.
+            # A later token of the same chunk must not lift the mean again.
             if mean < threshold or mean != mean:
                 break
         return mean

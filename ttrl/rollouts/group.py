@@ -1,4 +1,4 @@
-"""One task while it is sampled: its samples, and what they share."""
+"""Hold one task during sampling: its samples and their shared state."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from ttrl.rollouts.scheduling.servers import Size
 
 
 class Group:
-    """The samples of one task, in `result`, and what they share while they are made."""
+    """The samples of one task, in `result`, and their shared state during sampling."""
 
     def __init__(self, sampling: Sampling, job: Job) -> None:
         self.sampling = sampling
@@ -29,14 +29,14 @@ class Group:
         """Whether a request was made."""
         self.usage = TaskUsage()
         self.transformed: Any = None
-        """What the caller's `transform` returned or raised."""
+        """The result or exception of the caller's `transform`."""
         self.result = TaskResult(
             task_id=self.task.id, messages=self.messages, samples=self._begun_samples()
         )
         self.result.position = job.position
 
     def _begun_samples(self) -> list[Sample]:
-        """Return copies of what an earlier call sampled, else samples without a token."""
+        """Return copies of an earlier call's samples, else empty samples."""
         version = self.sampling.request.weights_version
         if self.position >= len(self.sampling.kept):
             return [
@@ -53,7 +53,7 @@ class Group:
         ]
         for sample in samples:
             if not sample.token_ids and sample.reward is None:
-                # Nothing of it was sampled by the policy of then.
+                # The earlier policy sampled nothing of it.
                 sample.weights_version = version
         return samples
 
@@ -102,15 +102,15 @@ class Group:
     def watch(
         self, samples: Sequence[Sample], messages: Sequence[Mapping[str, Any]]
     ) -> OnChunk | None:
-        """Return what shows the answers of a request in the samples' files while they come; None
-        where there are no files.
+        """Return the writer of a request's answers to the samples' files as they arrive; None
+        without files.
         """
         if self.sampling.sample_logs is None:
             return None
         return LiveAnswers(self.sampling.sample_logs, samples, self.numbers(samples), messages)
 
     def waits(self, sample: Sample) -> bool:
-        """Tell whether a sample is there and has to wait for its group, with which it is graded."""
+        """Return whether a finished sample waits to be graded with its group."""
         return (
             self.task.group_grader is not None
             and sample.error is None
@@ -118,7 +118,7 @@ class Group:
         )
 
     def done(self, sample: Sample) -> None:
-        """Count and log a sample that is finished; one that waits for its group, later."""
+        """Count and log a finished sample; one waiting for its group is counted with it."""
         if not self.waits(sample):
             self.count(sample)
 

@@ -1,9 +1,8 @@
-"""Samples a group: each of its samples is one answer of the model, or a rollout (`play`).
+"""Sample a group: each of its samples is one answer of the model, or a rollout (`play`).
 
-A sample number is asked for until it is there: from the cache, else from a server, in requests of
-neighbouring numbers. Where a server returns fewer choices than were asked for (many know no n), the
-missing ones are asked for again. Every answer becomes a Sample as soon as it is there, is put into
-the cache and graded, once. Nothing of it can cost another task.
+Each sample number comes from the cache or a server, in requests of consecutive numbers. If a server
+returns too few choices (many ignore n), the missing ones are requested again. Every answer becomes
+a Sample on arrival, enters the cache and is graded once. Its failures cost no other task.
 """
 
 import asyncio
@@ -23,9 +22,7 @@ from ttrl.tasks.task import Grade, Task
 
 
 async def sample_group(group: Group) -> None:
-    """Bring every sample to its end: graded, failed, or cut off by the budget. Raises nothing
-    but CancelledError.
-    """
+    """Finish every sample: graded, failed, or cut off by the budget. Raises only CancelledError."""
     async with asyncio.TaskGroup() as work:
         if group.task.rollout is not None:
             for sample in group.result.samples:
@@ -49,8 +46,8 @@ async def sample_group(group: Group) -> None:
 
 
 def _left_to_do(group: Group) -> tuple[list[Sample], list[Sample]]:
-    """Return the samples that have tokens already and those that have none, without those that
-    an earlier call finished.
+    """Return the samples with tokens and those without, except those finished by an earlier
+    call.
     """
     begun: list[Sample] = []
     fresh: list[Sample] = []
@@ -66,9 +63,7 @@ def _left_to_do(group: Group) -> tuple[list[Sample], list[Sample]]:
 
 
 async def _request(group: Group, samples: list[Sample]) -> None:
-    """Ask for these samples, whose numbers are consecutive, and again for those that a server
-    left out.
-    """
+    """Request these consecutive samples, and again those the server left out."""
     attempt = ChatAttempt(
         request=group.sampling.first_request,
         messages=group.messages,
@@ -100,7 +95,7 @@ async def _request(group: Group, samples: list[Sample]) -> None:
 
 
 async def _continue(group: Group, sample: Sample) -> None:
-    """Go on where the budget of an earlier call cut this sample off."""
+    """Continue this sample from an earlier call's cut."""
     had = len(sample.token_ids or ())
     most = group.sampling.chat_request.max_tokens
     limits = [] if most is None else [most - had]
@@ -131,9 +126,7 @@ async def _continue(group: Group, sample: Sample) -> None:
 async def _finish(
     group: Group, sample: Sample, answer: Answer, *, cached: bool = False, had: int = 0
 ) -> None:
-    """Fill in one sample, keep it in the cache, and grade it; or leave it open where the budget
-    cut it off.
-    """
+    """Fill in one sample, cache and grade it; or leave it open if the budget cut it off."""
     place = sample.where
     sampling = group.sampling
     sample.cached = cached
@@ -146,10 +139,10 @@ async def _finish(
     try:
         if had:
             extend(sample, answer, sampling.request.weights_version)
-            sample.logprob_tokens = None  # of the first part alone
+            sample.logprob_tokens = None  # of the first part only
         else:
-            # One sample of each call is checked token by token against its ids, as all come
-            # from the same server.
+            # Check one sample of each call token by token against its ids; all come from the same
+            # server.
             first = group.position == 0 and sample.sample == 0
             read_choice(
                 sample,
@@ -162,7 +155,7 @@ async def _finish(
         if _is_cut_off(group, sample, new):
             _leave_open(group, sample)
             return
-        # Continued samples are not kept: they may have tokens of several policies.
+        # Do not cache continued samples: they may have tokens of several policies.
         if not cached and not had:
             number = group.first + sample.sample
             await sampling.keep(group.digest, number, answer, sample.finish_reason, group.messages)
@@ -176,9 +169,7 @@ async def _finish(
 
 
 async def _grade_together(group: Group) -> None:
-    """Grade the samples that have not failed with each other, unless some are to be continued
-    first.
-    """
+    """Grade the group's samples without errors together, unless some are still to be continued."""
     if any(is_unfinished(sample) for sample in group.result.samples):
         return
     waiting = [sample for sample in group.result.samples if group.waits(sample)]
@@ -213,8 +204,8 @@ def _fail(group: Group, sample: Sample, error: Exception) -> None:
 
 
 async def grade_together(task: Task, samples: Sequence[Sample], graders: Graders) -> None:
-    """Grade those of a task's samples that have not failed with each other, once; add that to their
-    rewards and metrics.
+    """Grade a task's samples without errors together, once; add this to their rewards and
+    metrics.
     """
     ready = [sample for sample in samples if sample.error is None]
     grades: Sequence[Grade | GraderError] = []
@@ -235,8 +226,8 @@ async def grade_together(task: Task, samples: Sequence[Sample], graders: Graders
 
 
 def _neighbours(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
-    """Cut samples into runs of consecutive numbers of at most `most` each: a request's seeds and
-    keys are consecutive.
+    """Split samples into runs of at most `most` consecutive numbers, as needed for a request's
+    seeds and keys.
     """
     parts: list[list[Sample]] = []
     for sample in samples:

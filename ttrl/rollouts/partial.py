@@ -1,23 +1,22 @@
-"""Partial rollouts: completions that a token budget cut off, continued exactly where they were,
-from their token ids.
+"""Continue completions cut off by a token budget, exactly from their token ids.
 
-The server is given prompt and completion so far as ids, so nothing is tokenized again, and every
-further token is drawn from the distribution that it would have had without the cut (under the
-weights of today: `Sample.token_versions` says which token came from which). Sampling parameters
-travel along; what a continuation cannot keep exactly is refused before anything is sent:
+The server gets prompt and completion so far as ids, so nothing is tokenized again. Every further
+token has the same distribution as without the cut, under today's weights (`Sample.token_versions`
+records the weights of each token). Sampling parameters travel along. Parameters without an exact
+continuation are refused before anything is sent:
 
-- presence and frequency penalties, bad_words and n-gram detection look at generated tokens alone,
-  and what was generated before is prompt now. (repetition_penalty looks at both, so it stays as it
-  is; min_tokens and max_tokens are counted down.)
-- structured outputs, tools, thinking budgets and parsers have a state that would begin anew;
-  top_logprobs of the part before are not kept with a sample.
+- presence and frequency penalties, bad_words and n-gram detection consider only generated tokens,
+  and earlier ones are now prompt. (repetition_penalty considers both, so it stays unchanged;
+  min_tokens and max_tokens are counted down.)
+- structured outputs, tools, thinking budgets and parsers have state, lost at the cut; a sample
+  keeps no top_logprobs of the earlier part.
 
-A seed is replaced by one made of it, the sample's number, its prompt and its tokens so far: with
-the same one, the continuation would repeat the random numbers of the beginning. So the same cuts
-give the same tokens, but other cuts give others.
+A seed is replaced by one made of it, the sample's number, its prompt and its tokens so far; the old
+seed would repeat the random numbers of the beginning. The same cuts give the same tokens; other
+cuts give others.
 
-Stop strings are looked for over the border too, and the completion is cut behind the token that
-completes one, as the server would have done. How the text is made exact is told in detokenize.py.
+Stop strings are also found across the border. The completion is cut behind the token completing
+one, as the server would have done. detokenize.py explains the exact text.
 """
 
 import dataclasses
@@ -37,8 +36,8 @@ from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import EXPERTS, Answer
 
 BRIDGE = 16
-"""Tokens that are asked for at first where the kept part ends within a character: behind it, stop
-strings and text are exact.
+"""Tokens in the first request if the kept part ends within a character; after it, stop strings and
+text are exact.
 """
 
 # Sampling parameters that /chat/completions and /completions understand alike, and that look at
@@ -66,7 +65,7 @@ _SAME = frozenset(
         "vllm_xargs",
     ]
 )
-# They made the prompt, which is there as ids; or they are set anew for each continuation.
+# They made the prompt, now given as ids; or each continuation sets its own.
 _DONE = frozenset(
     [
         "model",
@@ -109,7 +108,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "store": (False,),
 }
-"""Parameters that a continuation cannot keep, and the values with which they do nothing."""
+"""Parameters a continuation cannot keep, with their neutral values."""
 _WHY = {
     "presence_penalty": "it counts generated tokens, and those before the cut are prompt then",
     "frequency_penalty": "it counts generated tokens, and those before the cut are prompt then",
@@ -127,17 +126,16 @@ _WHY = {
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How many completion tokens a call may sample before what is unfinished is left for a later
-    one.
+    """Completion tokens a call may sample; a later call continues the unfinished ones.
 
-    Raises UserError for numbers that are none, and where both are None.
+    Raises UserError for invalid numbers, or if both are None.
     """
 
     per_sample: int | None = None
     """New tokens of each completion in one call."""
     total: int | None = None
-    """New tokens of the whole call. When they have come, all streams are ended, so a few more may
-    have been sampled.
+    """New tokens of the whole call. At the limit all streams are ended, possibly a few tokens
+    late.
     """
 
     def __post_init__(self) -> None:
@@ -169,7 +167,7 @@ class TokenBudget:
 
 
 def check_continuable(request: ChatRequest) -> None:
-    """Raise UserError for parameters that a continuation could not keep exactly."""
+    """Raise UserError for parameters a continuation could not keep exactly."""
     parameters = request.cache_body([])
     for name, value in parameters.items():
         if value is None or name in _SAME or name in _DONE or value in _NEUTRAL.get(name, ()):
@@ -187,9 +185,7 @@ def check_continuable(request: ChatRequest) -> None:
 
 
 def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
-    """Return what a completion without any token is asked for with: a budget may leave it less than
-    `max_tokens`.
-    """
+    """Return the request for an empty completion; a budget may lower its `max_tokens`."""
     most = None if budget is None else budget.per_sample
     if most is None or (request.max_tokens is not None and request.max_tokens <= most):
         return request
@@ -201,22 +197,19 @@ def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
 
 @dataclass(kw_only=True)
 class ContinueAttempt(CountedAttempt):
-    """A request to go on with a completion that was cut off: its answer is the whole of it, as if
-    it had never been.
+    """Requests the rest of a cut completion; its answer is the whole, as if uncut.
 
-    Its finish_reason is null where the budget ended it again (`max_tokens` or `cut`), otherwise
-    what the server says. `sample` is not touched. Raises TokenizationError for a sample that cannot
-    be continued, RequestError.
+    Its finish_reason is null if the budget ended it again (`max_tokens` or `cut`), otherwise the
+    server's. `sample` is not changed. Raises TokenizationError for a sample without the needed ids
+    or logprobs, RequestError.
     """
 
     request: ChatRequest
     sample: Sample
     max_tokens: int | None
-    """Of new tokens, at most; None for as many as `request.max_tokens` and the model's context
-    leave.
-    """
+    """Limit on new tokens; None: as many as `request.max_tokens` and the model's context allow."""
     number: int | None = None
-    """Tells samples of equal tasks apart where there is a seed; None for the sample's own."""
+    """Distinguishes samples of equal tasks for seeds; None: the sample's own number."""
 
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
         request = self.request
@@ -257,7 +250,7 @@ class ContinueAttempt(CountedAttempt):
 
 
 class _Continued:
-    """A completion while it goes on."""
+    """A completion in progress."""
 
     def __init__(self, attempt: ContinueAttempt, transport: Transport, place: str) -> None:
         self.attempt = attempt
@@ -269,7 +262,7 @@ class _Continued:
         ids = list(sample.token_ids or ())
         self.whole = Piece(text=sample.text, token_ids=ids, model=self.request.model)
         if self.request.wants_logprobs:
-            # A sample keeps no token strings: people read them in the text, and programs have ids.
+            # A sample keeps no token strings: people read the text, programs the ids.
             self.whole.tokens = [""] * len(ids)
             self.whole.logprobs = list(sample.logprobs or ())
         self.parameters = {
@@ -281,8 +274,8 @@ class _Continued:
         self.tokenizer = ServerTokenizer.of(transport, self.request.model)
 
     async def run(self, limit: int, stop_at: int) -> None:
-        """Ask until the completion has ended or has `stop_at` tokens; `limit` is where it would
-        have ended anyway.
+        """Ask until the completion has ended or has `stop_at` tokens; `limit` is its own maximum
+        length.
         """
         if len(self.whole.token_ids) >= limit:
             self.whole.finish_reason = "length"
@@ -305,9 +298,7 @@ class _Continued:
                 self.whole.finish_reason = None  # the budget's end, not the completion's
 
     async def _go_on(self, max_tokens: int, exact: bool) -> Piece:
-        """Make one request. Without `exact`, the text that comes back is of no use, nor are stop
-        strings found in it.
-        """
+        """Make one request. Without `exact`, ignore its text and stop strings."""
         piece = await ask(
             self.transport,
             self._body(max_tokens, with_stop=exact),
@@ -336,7 +327,7 @@ class _Continued:
             whole.cached_tokens = piece.cached_tokens
         if exact:
             whole.text += piece.text
-        # The end of a cut stream might have become a stop string.
+        # The server held back the end of a cut stream if it might have become a stop string.
         if not exact or (self.stops and piece.finish_reason is None):
             self.whole.text = await self._shown(self._ids_of_text(), self.whole.text)
         if self.stops:
@@ -371,7 +362,7 @@ class _Continued:
     # Text
 
     async def _put_text_right(self) -> bool:
-        """Bring the text up to the ids; False where they end within a character."""
+        """Bring the text up to the ids; return False if they end within a character."""
         text = await self.tokenizer.text(
             self.prompt,
             self.whole.token_ids,
@@ -391,7 +382,7 @@ class _Continued:
         )
 
     def _ids_of_text(self) -> list[int]:
-        """Return the ids without the token that ended it, which is no part of the text."""
+        """Return the ids of the text, without the final stop token."""
         by_token = self.whole.finish_reason == "stop" and not isinstance(
             self.whole.stop_reason, str
         )
@@ -400,15 +391,15 @@ class _Continued:
         return self.whole.token_ids
 
     async def _stop_over_the_border(self, had: int, before: str) -> None:
-        """End the completion where a stop string is complete that the server could not see, as a
-        part of it was prompt.
+        """End the completion at a stop string across the border: part of it was prompt, so the
+        server could not see it.
 
         had, before: tokens and text before the last request.
         """
         include = bool(self.parameters.get("include_stop_str_in_output"))
         text = self.whole.text
         if isinstance(self.whole.stop_reason, str) and not include:
-            text += self.whole.stop_reason  # where the server found it
+            text += self.whole.stop_reason  # found by the server
         first = _first_stop(text, self.stops, len(before))
         if first is None:
             return
@@ -429,7 +420,7 @@ class _Continued:
         self.whole.stop_reason = string
 
     def answer(self) -> Answer:
-        """Return the completion as it stands."""
+        """Return the completion so far."""
         known = self.whole.cached_tokens
         if known is not None:
             self.whole.cached_tokens = min(known, len(self.prompt))
@@ -438,11 +429,11 @@ class _Continued:
 
 
 def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
-    """Fill a continued answer into its sample: tokens that it had keep their version, the new ones
-    get `weights_version`.
+    """Fill a continued answer into its sample: earlier tokens keep their version, new ones get
+    `weights_version`.
 
-    `sample.weights_version` becomes that of the last token. Raises as read_choice does; the sample
-    is untouched then.
+    `sample.weights_version` becomes the last token's. Raises as read_choice does, before changing
+    the sample.
     """
     had = len(sample.token_ids or ())
     versions = sample.token_versions or [sample.weights_version] * had
@@ -474,9 +465,7 @@ def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
 
 
 def _first_stop(text: str, stops: list[str], searched: int) -> tuple[int, int, str] | None:
-    """Return (begin, end, string) of the stop string that is complete first, behind the text that
-    was searched before.
-    """
+    """Return (begin, end, string) of the first complete stop string after the searched text."""
     found = []
     for number, string in enumerate(stops):
         begin = text.find(string, max(0, searched - len(string) + 1))

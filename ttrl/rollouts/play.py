@@ -1,14 +1,14 @@
-"""One sample of a task with a `rollout`: the model is asked as often as the coroutine wants, and
-all replies become one Sample.
+"""Play one sample of a task with a `rollout`: its coroutine may ask the model any number of times,
+and all replies become one Sample.
 
-Each reply is a request of its own, with cache, retries, admission, counts and logs as any other. A
-conversation that is under way goes before those that are not begun yet, so that the server's prefix
-cache still has it. What goes wrong costs this sample alone: an exception of the rollout
-(RolloutError), one of its steps that takes too long, a server that fails for good (RequestError).
+Each reply is a normal request, with cache, retries, admission, counts and logs. Conversations under
+way go before new ones, while the server's prefix cache still holds them. Failures cost this sample
+only: an exception of the rollout (RolloutError), a step over its time limit, a permanent server
+failure (RequestError).
 
-A reply continues an earlier one where the prompt that the server made begins with exactly that
-one's prompt and generated ids; else it is another sequence (`Turn.continues`). Nothing is tokenized
-here, and no log-probability is guessed.
+A reply continues an earlier one if its prompt, as the server made it, begins with exactly the
+earlier prompt and generated ids. Otherwise it starts another sequence (`Turn.continues`). Nothing
+is tokenized here, and no log-probability is guessed.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ from ttrl.rollouts.scheduling.servers import Size
 from ttrl.tasks.task import Chat, Grade
 
 _ENDED_BY = {"turns": "max_turns", "seconds": "max_seconds"}
-"""Finish reasons of samples that came to a limit; of the others, "length"."""
+"""Finish reasons at these limits; "length" at all others."""
 _REASONING = ("reasoning", "reasoning_content")
 
 
 @dataclasses.dataclass
 class _Reply:
-    """One answer of the model, with all that was sent for it."""
+    """One answer of the model and its request."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -72,9 +72,7 @@ class _Reply:
 
 @dataclasses.dataclass(kw_only=True)
 class _FittingAttempt(ChatAttempt):
-    """Asks for a shorter reply where the conversation leaves too little room in the model's context
-    for `max_tokens`.
-    """
+    """Asks for a shorter reply if the model's context has too little room for `max_tokens`."""
 
     place: str
     """Names the sample in errors."""
@@ -104,7 +102,7 @@ class _FittingAttempt(ChatAttempt):
 
 
 class Play:
-    """The rollout of one sample, while it goes on."""
+    """One sample's rollout in progress."""
 
     def __init__(self, group: Group, sample: Sample) -> None:
         self.group = group
@@ -115,7 +113,7 @@ class Play:
         self._number = group.first + sample.sample
         """For cache keys, seeds and logs."""
         self._replies: list[_Reply | None] = []
-        """In the order in which they were asked for; None where none came."""
+        """In request order; None for missing replies."""
         self._generated = 0
         self._waiting: set[asyncio.Task[Any]] = set()
         self._clock: asyncio.Timeout | None = None
@@ -123,9 +121,7 @@ class Play:
         self._is_over = False
 
     async def run(self) -> None:
-        """Run the rollout from its first request to the grade. Raises nothing but
-        CancelledError.
-        """
+        """Run the rollout from its first request to the grade. Raises only CancelledError."""
         sample = self.sample
         ended_by = None
         try:
@@ -153,9 +149,7 @@ class Play:
     # The coroutine
 
     async def _played(self) -> Any:
-        """Return what the rollout returned. Raises what `chat` raised, RolloutError for everything
-        else.
-        """
+        """Return the rollout's result. Raises the errors of `chat`, RolloutError for all others."""
         sample = self.sample
         params = self.sampling.chat_request.parameters
         chat = Chat(
@@ -182,7 +176,7 @@ class Play:
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # it is we who are being cancelled
+                raise  # our own cancellation
             raise self._raised(error) from None
         except TimeoutError as error:
             if whole.expired():
@@ -203,7 +197,7 @@ class Play:
         finally:
             self._is_over = True
             for task in self._waiting - {asyncio.current_task()}:
-                task.cancel()  # requests that the rollout left behind
+                task.cancel()  # requests left behind by the rollout
         if not any(self._replies):
             raise RolloutError(
                 f"{self.place}: the rollout ended without a reply of the model; ask it with "
@@ -212,8 +206,8 @@ class Play:
         return output
 
     def _raised(self, error: BaseException) -> Exception:
-        """Return our own errors as they are, out of exception groups too; others as a RolloutError
-        with their traceback.
+        """Return our own errors unchanged, also out of exception groups; wrap others in a
+        RolloutError with their traceback.
         """
         first = error
         while isinstance(first, BaseExceptionGroup):
@@ -227,7 +221,7 @@ class Play:
     # The grade
 
     async def _grade(self, output: Any) -> Grade:
-        """Return what the rollout returned as a grade, or the grader's. Raises GraderError."""
+        """Return the rollout's grade, or the grader's. Raises GraderError."""
         if output is not None:
             return Grade.of(output, self.place, who="rollout")
         if self.task.grader is None:
@@ -250,11 +244,11 @@ class Play:
         max_tokens: int | None,
         stop: str | Sequence[str] | None,
     ) -> tuple[Choice, dict[str, Any]]:
-        """Ask the model, as `ttrl.tasks.task.Ask` says."""
+        """Ask the model, as specified by `ttrl.tasks.task.Ask`."""
         try:
             self._check_limits()
         except RolloutError:
-            # A rollout that catches it and asks again, for ever, must not hold up all others.
+            # A rollout catching the error and asking again in a loop must not block all others.
             await asyncio.sleep(0)
             raise
         number = len(self._replies)
@@ -285,7 +279,8 @@ class Play:
             task_id=self.sample.task_id, sample=self.sample.sample, messages=sent, cached=cached
         )
         read.weights_version = self.sampling.request.weights_version
-        # Checked token by token, as a single answer is; of text completions vLLM sends no bytes.
+        # Check one sample token by token, as for single answers. vLLM sends no bytes for text
+        # completions.
         first = self.group.position == 0 and self.sample.sample == 0 and raw_prompt(sent) is None
         read_choice(
             read,
@@ -304,7 +299,7 @@ class Play:
         self._check_over()
         self._replies[number] = reply
         known = answer.prompt_tokens or len(answer.prompt_token_ids or ())
-        # vLLM's name, and where it stands in text completions.
+        # vLLM's field, in its place for text completions.
         choice.prompt_token_ids = read.prompt_token_ids  # type: ignore[attr-defined]
         counted = {
             "prompt_tokens": known,
@@ -312,7 +307,7 @@ class Play:
             "total_tokens": known + tokens,
         }
         choice.usage = counted  # type: ignore[attr-defined]
-        # A copy, as messages are the rollout's to change.
+        # A copy, because the rollout may change its messages.
         return choice, copy.deepcopy(reply.message)
 
     def _check_over(self) -> None:
@@ -322,7 +317,7 @@ class Play:
             )
 
     def _check_messages(self, messages: list[dict[str, Any]]) -> None:
-        """Raise RolloutError for parts that are no text, and for a prompt among chat messages."""
+        """Raise RolloutError for non-text parts, and for a prompt among chat messages."""
         if all(message.get("role") != PROMPT for message in messages):
             for number, message in enumerate(messages):
                 found = part_that_is_no_text(message.get("content"))
@@ -355,7 +350,7 @@ class Play:
             )
 
     def _request(self, own: Mapping[str, Any], max_tokens: int | None) -> ChatRequest:
-        """Return what this reply is asked for with."""
+        """Return the request for this reply."""
         parameters = {
             **self.sampling.chat_request.parameters,
             **{name: value for name, value in own.items() if value is not None},
@@ -369,9 +364,7 @@ class Play:
         return dataclasses.replace(self.sampling.chat_request, parameters=parameters)
 
     def _count_time(self, counts: bool) -> None:
-        """Start the rollout's own time anew with each reply, and stop it while the model is
-        asked.
-        """
+        """Restart the rollout's clock with each reply; stop it during requests."""
         if self._clock is not None and not self._is_over and not self._clock.expired():
             now = asyncio.get_running_loop().time()
             self._clock.reschedule(now + self.task.limits.seconds if counts else None)
@@ -379,8 +372,9 @@ class Play:
     def _digest(
         self, request: ChatRequest, messages: list[dict[str, Any]], number: int
     ) -> str | None:
-        """A first request as it would be without a rollout has the digest of that; all others are
-        of this task and turn alone, so that no two of them share an answer."""
+        """Return the digest of a request. A first request unchanged by the rollout has the task's
+        digest. Others include task and turn, so no two share an answer.
+        """
         task = self.group.digest
         if task is None:
             return None
@@ -392,9 +386,7 @@ class Play:
     async def _answer(
         self, request: ChatRequest, messages: list[dict[str, Any]], number: int
     ) -> tuple[Answer, str | None, bool]:
-        """Return a reply from the cache, else from a server: (answer, digest, whether it was
-        cached).
-        """
+        """Return a reply from the cache or a server: (answer, digest, whether it was cached)."""
         digest = self._digest(request, messages, number)
         found = (await self.sampling.cached(digest, [self._number]))[0]
         if found is not None:
@@ -422,7 +414,7 @@ class Play:
     # The sample
 
     def _fill(self) -> None:
-        """Fill the replies that came into the sample, as its turns."""
+        """Fill the replies into the sample, as its turns."""
         sample = self.sample
         replies = [reply for reply in self._replies if reply is not None]
         sample.turns = [
@@ -494,8 +486,8 @@ def _turn(replies: Sequence[_Reply], number: int, given: list[dict[str, Any]]) -
 
 
 def _begins(whole: list[Any], part: list[Any]) -> bool:
-    """Return whether `whole` begins with `part`. The ends are compared first, where conversations
-    usually part.
+    """Return whether `whole` begins with `part`. Compares the ends first, because conversations
+    usually differ there.
     """
     return (
         len(part) <= len(whole)
@@ -505,7 +497,7 @@ def _begins(whole: list[Any], part: list[Any]) -> bool:
 
 
 def _sent_back(choice: Choice) -> dict[str, Any]:
-    """Return the model's message as servers read it in a later request."""
+    """Return the model's message in the form for later requests."""
     message = choice.message
     sent: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.tool_calls:
@@ -517,7 +509,7 @@ def _sent_back(choice: Choice) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """Replace halves of surrogate pairs, which neither a request nor a file can hold."""
+    """Replace halves of surrogate pairs; neither requests nor files can hold them."""
     if isinstance(value, str):
         if value.isascii():
             return value

@@ -1,10 +1,8 @@
-"""The progress line of sampling: one line that moves, in a terminal or a notebook, and one summary
-when it is over.
+"""Show one moving progress line of sampling in a terminal or notebook, and a summary at the end.
 
-Silent where nobody watches (a log file, a pipe, a pbar that was turned off). In a terminal tqdm
-places the line, so that several at once and other bars do not overwrite each other; in a notebook
-it is one output of plain text that is updated in place, which needs no ipywidgets and is kept in
-the saved notebook.
+Silent without a viewer (a log file, a pipe, pbar off). In a terminal tqdm places the line, so
+several lines and other bars do not overwrite each other. In a notebook it is one plain-text output,
+updated in place; it needs no ipywidgets and stays in the saved notebook.
 """
 
 import asyncio
@@ -24,7 +22,7 @@ from ttrl.records import Sample
 from ttrl.text import is_number, one_line, si
 
 REDRAW_SECONDS = 0.1
-RATE_WINDOW = 15.0  # seconds: long enough for answers that come whole, a group at a time
+RATE_WINDOW = 15.0  # seconds: long enough for answers arriving whole, a group at a time
 NOTEBOOK_WIDTH = 110
 _LONGEST_NAME = 16
 _BAR_CELLS = 20
@@ -52,17 +50,17 @@ class Prices(NamedTuple):
         return cls(float(pair[0]), float(pair[1]))
 
     def spend(self, prompt: int, completion: int) -> float:
-        """Return the dollars for so many new tokens."""
+        """Return the price of new tokens in dollars."""
         return (prompt * self.input + completion * self.output) / 1e6
 
 
 class Progress:
-    """Counts samples and tokens as they come, and shows them. A context manager, so that the line
-    is closed on Ctrl-C too.
+    """Counts and shows samples and tokens as they arrive. A context manager, so Ctrl-C closes the
+    line too.
 
-    total: how many samples will come; None where nobody knows (there is no ETA then).
-    screen: where to show them; None for nowhere.
-    prices: for the spend; it is not shown without them.
+    total: the number of samples to come; None if unknown (then there is no ETA).
+    screen: the display; None for silence.
+    prices: for the spend; not shown without them.
 
     Belongs to one thread.
     """
@@ -101,8 +99,8 @@ class Progress:
             self._screen = None
 
     def add_tokens(self, completion: int, prompt: int = 0) -> None:
-        """Count new tokens of a server as they come (fewer, where they were lost with their
-        stream); not those from a cache.
+        """Count new tokens of a server as they arrive (fewer if a broken stream lost some), without
+        those from a cache.
         """
         self._tokens += completion
         self._prompt_tokens += prompt
@@ -111,11 +109,11 @@ class Progress:
     def keep_moving(
         self, tokens_in_flight: Callable[[int], float], pause: float = 0.5
     ) -> Callable[[], None]:
-        """Show also what answers that come whole have got at the server by now, until the function
-        that is returned is called.
+        """Also show tokens in flight of answers arriving whole, until the returned function is
+        called.
 
-        tokens_in_flight: given the tokens of the answers that have come. pause: seconds between two
-            looks.
+        tokens_in_flight: takes the tokens of the arrived answers.
+        pause: seconds between two updates.
         """
         if self._screen is None:
             return lambda: None
@@ -132,7 +130,7 @@ class Progress:
         return lambda: timer.cancel()
 
     def add_sample(self, sample: Sample, cached: bool = False) -> None:
-        """Count a sample that is finished: graded, failed, or cut off by a token budget."""
+        """Count a finished sample: graded, failed, or cut off by a token budget."""
         self._done += 1
         self._cached += cached or sample.cached
         if sample.reward is not None:
@@ -153,8 +151,8 @@ class Progress:
         self._draw_if_due()
 
     def line(self, width: int, now: float | None = None) -> str:
-        """Return the moving line in at most `width` columns: what matters most comes first, what
-        has no room is left out.
+        """Return the moving line in at most `width` columns; parts come by importance, and those
+        without room are dropped.
         """
         now = time.monotonic() if now is None else now
         elapsed = now - self._start
@@ -182,8 +180,7 @@ class Progress:
             *self._length(),
             *self._other_counts(),
         ]
-        # Given room in the order in which they are shown; a long part does not keep short ones out
-        # behind it.
+        # Parts get room in display order; a long part does not exclude short ones after it.
         head = f"{self._description} {counted}"
         room = width - disp_len(head) - disp_len(clock) - 1
         shown = []
@@ -199,7 +196,7 @@ class Progress:
         return disp_trim(f"{head}{bar} {'  '.join([clock, *shown])}", width)
 
     def summary(self) -> str:
-        """Return one line for the end: everything, whatever its width."""
+        """Return the final line with everything, at any width."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         if self._total not in (None, self._done):
             count = f"{self._done} of {self._total}"
@@ -272,7 +269,7 @@ class _Terminal:
     """One line of stderr, kept by tqdm."""
 
     def __init__(self) -> None:
-        # mininterval: we say when to draw; bar_format: the line is ours as a whole.
+        # mininterval: we decide when to draw; bar_format: the whole line is ours.
         self._bar: Any = tqdm(
             bar_format="{desc}",
             file=sys.stderr,
@@ -282,14 +279,12 @@ class _Terminal:
         )
 
     def width(self) -> int:
-        """Return the columns; one is left free, because a full line makes some terminals go to the
-        next.
-        """
+        """Return the columns minus one: a full line makes some terminals wrap."""
         try:
             columns = os.get_terminal_size(sys.stderr.fileno()).columns
         except (OSError, ValueError):
             columns = 0
-        return max(20, (columns or 80) - 1)  # 0: a terminal that does not know its size
+        return max(20, (columns or 80) - 1)  # 0: a terminal of unknown size
 
     def show(self, line: str) -> None:
         self._bar.set_description_str(line, refresh=True)
@@ -321,14 +316,14 @@ class _Notebook:
 
 
 Screen: TypeAlias = _Terminal | _Notebook
-"""Where a line can be shown that is replaced by the next one; the last one stays."""
+"""A display for one line; the next line replaces it, and the last one stays."""
 
 
 def screen() -> Screen | None:
-    """Return where somebody watches, or None: a moving line in a log file would be thousands of
-    lines.
+    """Return the display, or None without a viewer: a moving line in a log file would be thousands
+    of lines.
     """
-    ipython = sys.modules.get("IPython")  # a notebook has loaded it; nobody else is made to
+    ipython = sys.modules.get("IPython")  # notebooks have loaded it; do not load it for others
     if ipython is not None:
         shell = ipython.get_ipython()
     else:

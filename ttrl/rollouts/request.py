@@ -1,4 +1,4 @@
-"""The request of one sampling call: which model, how many samples, and how they are made."""
+"""Describe one sampling call: model, number of samples and settings."""
 
 import asyncio
 import os

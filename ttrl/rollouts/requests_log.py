@@ -1,6 +1,4 @@
-"""A line per request to a server, as JSON lines: what was asked of whom, what it cost, and how it
-ended.
-"""
+"""Log one JSON line per request to a server: its content, server, cost and outcome."""
 
 import json
 import logging
@@ -21,14 +19,13 @@ MAX_ERROR_LENGTH = 2000
 
 
 class RequestsLog:
-    """Appends to one file; safe from several threads and tasks. Lines are written whole, so several
+    """Appends to one file; safe for several threads and tasks. Lines are written whole, so several
     processes may share it.
 
-    A line that cannot be written costs that line: it is reported once, and nothing is raised into a
-    rollout.
+    A failed write costs only its line: the first is reported, and nothing is raised into a rollout.
     """
 
-    # One for all: validation and rollouts write to one file, through logs of their own.
+    # One for all: validation and rollouts write to one file, through separate logs.
     _lock = threading.Lock()
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -55,12 +52,12 @@ class RequestsLog:
     ) -> None:
         """Append a line.
 
-        base_url: the server's; credentials in it are taken out. digest: the request's
+        base_url: the server's; credentials in it are removed. digest: the request's
             (`request_digest`), as in the cache.
-        samples: the numbers of the samples that were asked for. hit: whether the cache served them,
-            and no request was made.
-        tokens: as the server counted them, for all samples together; None where it did not say.
-            seconds: from start to end.
+        samples: the numbers of the requested samples. hit: whether the cache served them, without a
+            request.
+        tokens: counted by the server for all samples together; None if it did not say. seconds:
+            from start to end.
         """
         if isinstance(error, BaseException):
             error = f"{type(error).__name__}: {error}"
@@ -90,14 +87,13 @@ class RequestsLog:
                 )
 
     def _write(self, row: dict[str, Any]) -> None:
-        # A killed process may have left half a line, which must not end up in the middle of the
-        # file.
+        # A killed process may have left half a line; it must not end up in the middle of the file.
         if not self._whole:
             append_jsonl(self.path, row)
             self._whole = True
             return
-        # In one piece, and nothing looked at: what `append_jsonl` would take for half a line may be
-        # one that another is writing.
+        # In one write, without looking at the file: `append_jsonl` could mistake another process's
+        # unfinished line for half a line.
         line = (json.dumps(row, allow_nan=False) + "\n").encode("ascii")
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:

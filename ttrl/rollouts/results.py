@@ -1,5 +1,5 @@
-"""What sampling returns: the graded groups in the order of their tasks, what they add up to, and
-what went wrong how often.
+"""Hold the results of sampling: the graded groups in task order, their totals, and counts of their
+failures.
 """
 
 import logging
@@ -23,29 +23,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TaskUsage:
-    """Tokens of one task, as the server counted them (or as its token ids say)."""
+    """Tokens of one task, counted by the server (or from its token ids)."""
 
     prompt: int = 0
-    """The prompt once, however many samples it has; of rollouts, the first one's."""
+    """The prompt once for all samples; of rollouts, the first one's."""
     completion: int = 0
     new_prompt: int = 0
-    """Of every request that was sent, so what a provider charges for; nothing for samples that came
-    from the cache.
-    """
+    """Of every request sent, as charged by a provider; samples from the cache count nothing."""
     new_completion: int = 0
     prefix_cached: int = 0
-    """Of `new_prompt`, what the server's prefix cache knew already."""
+    """Tokens of `new_prompt` from the server's prefix cache."""
 
 
 _COLUMNS = ("task_id", "sample", "reward", "error", "finish_reason", "tokens", "cached", "text")
-"""Of a DataFrame of samples, before those of metrics."""
+"""Columns of a DataFrame of samples, before those of metrics."""
 
 
 class TaskResults(Sequence[TaskResult]):
-    """The result of each task, in the order of the tasks that were given; a sequence of TaskResult.
+    """The result of each task, in the order of the given tasks; a sequence of TaskResult.
 
-    `transformed` holds what `transform` returned for each of them, or the exception that it raised;
-    None without a transform.
+    `transformed` holds each result of `transform`, or its exception; None without a transform.
     """
 
     def __init__(
@@ -59,8 +56,8 @@ class TaskResults(Sequence[TaskResult]):
         other_failures: Mapping[str, int] | None = None,
         prices: Prices | None = None,
     ) -> None:
-        """`usage`: each task's tokens, which the samples alone do not tell (servers without ids;
-        what was new).
+        """`usage`: each task's tokens; samples do not record all of them (servers without ids; new
+        tokens).
         """
         self._results = list(results)
         self._seconds = seconds
@@ -76,7 +73,7 @@ class TaskResults(Sequence[TaskResult]):
 
     def to_pandas(self) -> "DataFrame":
         """Return a DataFrame with a row for each sample: task_id, sample, reward, error,
-        finish_reason, tokens, cached, text, and each metric as metrics.NAME. Raises UserError where
+        finish_reason, tokens, cached, text, and each metric as metrics.NAME. Raises UserError if
         pandas is not installed.
         """
         rows = []
@@ -106,8 +103,8 @@ class TaskResults(Sequence[TaskResult]):
     def from_samples(cls, samples: Iterable[Sample]) -> "TaskResults":
         """Rebuild results from the samples of a rollouts.jsonl, in its order.
 
-        A group ends where the task id changes or the numbers of its samples start again (the same
-        task twice in a row).
+        A new task id or a restart of the sample numbers (the same task twice in a row) begins a new
+        group.
         """
         groups: list[list[Sample]] = []
         for sample in samples:
@@ -125,11 +122,11 @@ class TaskResults(Sequence[TaskResult]):
         return [sample for result in self._results for sample in result.samples]
 
     def to_jsonl_rows(self) -> list[dict[str, Any]]:
-        """Return one JSON object per sample, as rollouts.jsonl holds them."""
+        """Return one JSON object per sample, in the form of rollouts.jsonl."""
         return [sample.to_json() for sample in self.samples]
 
     def to_jsonl_lines(self) -> Iterator[bytes]:
-        """Yield the same rows as JSON; those that a rollout worker wrote already, as it did."""
+        """Yield the same rows as JSON; reuse lines written by a rollout worker."""
         for result in self._results:
             if result.prepared is not None:
                 yield from result.prepared.lines
@@ -138,8 +135,8 @@ class TaskResults(Sequence[TaskResult]):
 
     @property
     def stats(self) -> RolloutStats:
-        """Counted anew at each access, so that it follows changes of the samples (about a
-        microsecond per sample).
+        """Counted at each access, to follow changes of the samples (about a microsecond per
+        sample).
         """
         samples = self.samples
         graded = [sample for sample in samples if sample.reward is not None]
@@ -209,15 +206,15 @@ class TaskResults(Sequence[TaskResult]):
 
     @property
     def unfinished(self) -> list[TaskResult]:
-        """The groups with samples that a token budget cut off, for the `unfinished` of a later
+        """The groups with samples cut off by a token budget, for the `unfinished` of a later
         call.
         """
         return [result for result in self._results if any(map(is_unfinished, result.samples))]
 
     def raise_if_all_failed(self) -> None:
-        """Raise where no sample has a reward.
+        """Raise if no sample has a reward.
 
-        Raises GraderError when all samples failed in their graders, RolloutError when all did there
+        Raises GraderError if all samples failed in their graders, RolloutError if all failed there
         or in their rollouts, ServerError otherwise; with the commonest reason in full.
         """
         samples = self.samples
@@ -243,7 +240,7 @@ class TaskResults(Sequence[TaskResult]):
 
 
 def log_stats(results: TaskResults, description: str) -> None:
-    """Log what a call sampled, and why samples failed."""
+    """Log a call's samples and the reasons of failures."""
     stats = results.stats
     logger.info("%s: %s", description, stats.summary())
     if stats.exceptions:
@@ -251,8 +248,8 @@ def log_stats(results: TaskResults, description: str) -> None:
 
 
 def reason(sample: Sample) -> str:
-    """Return the first line of a failed sample's error without its place, so that equal failures
-    count as one.
+    """Return the first line of a failed sample's error without its place; equal failures then count
+    as one.
     """
     line = (
         (sample.error or "no reward and no reason")
@@ -265,14 +262,14 @@ def reason(sample: Sample) -> str:
 
 
 def is_unfinished(sample: Sample) -> bool:
-    """Return True for a sample that a token budget cut off: it has neither reward nor error, and
-    can be continued.
+    """Return True for a sample cut off by a token budget: it has neither reward nor error, and can
+    be continued.
     """
     return sample.finish_reason == "unfinished" and sample.error is None
 
 
 def _usage(result: TaskResult) -> TaskUsage:
-    """Return what the samples tell: everything is new unless it comes from the cache."""
+    """Return the usage counted from the samples: everything is new unless cached."""
     prompt = max((len(sample.prompt_token_ids or ()) for sample in result.samples), default=0)
     counts = [
         (len(sample.token_ids or sample.logprobs or ()), sample.cached)

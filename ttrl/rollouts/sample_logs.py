@@ -1,7 +1,7 @@
-"""One readable text file per sample: what was asked, what was answered, what became of it. For
-people; nothing reads it back.
+"""Write one readable text file per sample: its prompt, answer and result. For people; no program
+reads it back.
 
-While an answer comes in a stream, it can be read in its file (`tail -F`), about a second behind.
+A streaming answer can be followed in its file (`tail -F`), about a second behind.
 """
 
 import contextlib
@@ -28,28 +28,26 @@ _LONGEST_NAME = 80  # bytes of a task's id within a file name; file systems take
 _RULE = "─" * 100
 _LONGEST_URL = 200
 LIVE_SECONDS = 1.0
-"""Between two looks at an answer that is coming: each costs the event loop a small write."""
+"""Between two updates from a streaming answer: each costs the event loop a small write."""
 
 
 class SampleLogs:
-    """Writes `FOLDER/TASK-ID_SAMPLE.txt` for every sample, each whole or not at all; an older file
-    of that name is replaced.
+    """Writes `FOLDER/TASK-ID_SAMPLE.txt` for every sample, atomically, replacing an older file.
 
-    A log that cannot be written costs no sample: the first failure is a warning, `num_failed`
-    counts them.
+    A failed log costs no sample: the first failure is a warning, `num_failed` counts them.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.num_failed = 0
         self.live: dict[Path, LiveAnswers] = {}
-        """The request whose answer a file shows while it comes: the newest of its sample."""
+        """The request shown live in a file: the newest of its sample."""
 
     def write(self, sample: Sample, *, number: int | None = None) -> Path:
-        """Write one sample and return its file (which does not exist where writing failed).
+        """Write one sample and return its file (missing if writing failed).
 
         number: in the file's name; by default the sample's own. Equal tasks of one call number
-            their samples one after another.
+            their samples consecutively.
         """
         path = self.path_of(sample, number)
         self.live.pop(path, None)
@@ -65,7 +63,7 @@ class SampleLogs:
 
     @contextlib.contextmanager
     def failures_counted(self, path: Path) -> Iterator[None]:
-        """Count what the operating system refuses inside the block, and warn of the first."""
+        """Count errors of the operating system inside the block, and warn of the first."""
         try:
             yield
         except OSError as error:
@@ -80,9 +78,9 @@ class SampleLogs:
 
 
 class LiveAnswers:
-    """An `on_chunk` that shows the answers of one request in their samples' files while they come.
+    """An `on_chunk` writing the answers of one request to their samples' files as they arrive.
 
-    messages: what is asked. numbers: of the samples, in the files' names.
+    messages: the prompt. numbers: of the samples, in the files' names.
     """
 
     def __init__(
@@ -100,11 +98,11 @@ class LiveAnswers:
         ]
         self._completion: LiveCompletion | None = None
         self._shown: dict[int, int] = {}
-        """Characters of each choice that its file has."""
+        """Characters of each choice in its file."""
         self._due = 0.0
 
     def __call__(self, chunk: Any, completion: LiveCompletion) -> None:
-        """Write what has come since the last look."""
+        """Write all text since the last update."""
         now = time.monotonic()
         if completion is not self._completion:  # the first one, or the request is made again
             self._completion = completion
@@ -134,7 +132,7 @@ class LiveAnswers:
             new = "\n\n".join(
                 [head, *_messages(self._messages), f"{_title('answer so far')}\n{text}"]
             )
-        # A later request of the sample may have begun, or the sample has ended.
+        # The sample may have a later request by now, or have ended.
         elif logs.live.get(path) is self:
             new = text[shown:]
         else:
@@ -147,10 +145,9 @@ class LiveAnswers:
 
 
 def file_name(task_id: str) -> str:
-    """Return a name that any file system takes. Ids that had to be changed carry a digest, so that
-    no two of them get the same name."""
+    """Return a name valid on any file system. Changed ids get a digest, so no two share a name."""
     clean = re.sub(r"[^A-Za-z0-9.-]+", "_", task_id).strip("._-")[:_LONGEST_NAME]
-    # Lower case, because some file systems do not tell a from A; the digest does.
+    # Lower case, because some file systems do not distinguish a from A; the digest does.
     if clean and clean == task_id and clean == clean.lower():
         return clean
     digest = hashlib.sha256(task_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
@@ -176,7 +173,7 @@ def sample_text(sample: Sample) -> str:
 
 
 def _turns(sample: Sample) -> list[str]:
-    """Return a conversation of several turns, each one's new messages and its reply."""
+    """Return a conversation of several turns: each turn's new messages and reply."""
     parts = []
     begun = not sample.turns or sample.turns[0].follows is not None
     messages = list(sample.messages) if begun else []
@@ -234,7 +231,7 @@ def _head(sample: Sample) -> str:
 
 
 def _versions(sample: Sample) -> str:
-    """Return "3", or "2 (120 tokens), 3 (45 tokens)" where it was continued."""
+    """Return "3", or "2 (120 tokens), 3 (45 tokens)" for a continued sample."""
     if not sample.token_versions:
         return str(sample.weights_version)
     return ", ".join(
@@ -268,9 +265,7 @@ def _message(message: Mapping[str, Any]) -> str:
 
 
 def _part(part: Any) -> str:
-    """Return one part of a message that is a list: text as it is, everything else by its kind and
-    address.
-    """
+    """Return one part of a list message: text unchanged, all others by kind and address."""
     if not isinstance(part, Mapping):
         return str(part)
     if isinstance(text := part.get("text"), str):

@@ -1,4 +1,4 @@
-"""A sampling call while it runs: its servers, graders, cache, budget and counts, and its jobs."""
+"""Hold a running sampling call: its servers, graders, cache, budget, counts and jobs."""
 
 import asyncio
 import contextlib
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 _LIVE_SAMPLES = 16384
-"""Samples of tasks that are begun and not yet handed over, where the server decides how many
-requests are in flight.
+"""Samples of tasks started but not handed over, if the server decides the number of requests in
+flight.
 """
 _NOT_TO_KEEP = frozenset({None, "abort", "error", "unfinished"})
-"""Finish reasons of answers that the model did not end: they never enter a cache."""
+"""Finish reasons of answers the model did not end; they never enter a cache."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Job:
 
 
 def numbered_jobs(tasks: Iterable[Task], n: int) -> Iterator[Job]:
-    """Yield jobs of `n` samples each, whose numbers tell equal tasks apart."""
+    """Yield jobs of `n` samples each; their numbers distinguish equal tasks."""
     times: Counter[str] = Counter()
     for position, task in enumerate(tasks):
         key = json.dumps(task.messages, sort_keys=True)
@@ -62,13 +62,13 @@ def numbered_jobs(tasks: Iterable[Task], n: int) -> Iterator[Job]:
 
 
 class Sampling:
-    """A call of `get_task_results` while it runs: what all of its tasks share.
+    """The shared state of a running `get_task_results` call.
 
     Raises UserError for a wrong request before anything is sent.
     """
 
     def __init__(self, request: SamplingRequest, total: int | None = None) -> None:
-        """total: the number of tasks; None where it is not known."""
+        """total: the number of tasks; None if unknown."""
         self.request = request
         self.chat_request = ChatRequest.of(
             request.model,
@@ -78,25 +78,25 @@ class Sampling:
         )
         self.budget = TokenBudget.of(request.token_budget)
         self.kept = list(request.unfinished)
-        """What an earlier call sampled of the first tasks."""
+        """Samples of the first tasks from an earlier call."""
         self._check_budget()
         self.first_request = first_part(self.chat_request, self.budget)
-        """What samples without a token are asked for with."""
-        # vLLM refuses n > 1 where sampling is greedy; and a choice of many that is ended early
-        # would be sampled on.
+        """The request for empty samples."""
+        # vLLM refuses n > 1 for greedy sampling; and it would go on sampling one choice of many
+        # after an early stop.
         is_greedy = self.chat_request.parameters.get("temperature") == 0
         alone = request.on_chunk is not None or is_greedy
         self.samples_per_request = request.samples_per_request or (1 if alone else request.n)
         self.most_live = max(256, _LIVE_SAMPLES // request.n)
-        """Tasks that are begun and not yet handed over."""
+        """Limit on tasks started but not handed over."""
         self.sampled = 0
         """New completion tokens so far."""
         self.cut: asyncio.Event | None = None
-        """Set when the budget's total has been sampled."""
+        """Set when the budget's total is reached."""
         if self.budget is not None and self.budget.total is not None:
             self.cut = asyncio.Event()
         self.other_failures: Counter[str] = Counter()
-        """Of transforms and callbacks; those of samples stand in the samples."""
+        """Of transforms and callbacks; samples record their own."""
         self.cache = Cache.of(request.cache)
         self.prices = None if request.prices is None else Prices.of(request.prices)
         self._early_end: Any = getattr(request.on_chunk, "cache_key", None)
@@ -160,7 +160,7 @@ class Sampling:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keep servers, graders and progress line running within, and close the connections at the
+        """Run servers, graders and progress line within the block; close the connections at the
         end.
         """
         async with contextlib.AsyncExitStack() as stack:
@@ -170,7 +170,7 @@ class Sampling:
             for part in (self.graders, self.progress, self.transform_thread):
                 stack.enter_context(part)
             listeners = (self.request.on_chunk, self.cut, self.sample_logs)
-            # Else answers are streamed, and counted as they come.
+            # Otherwise answers are streamed and counted as they arrive.
             if all(one is None for one in listeners):
                 stack.callback(self.progress.keep_moving(self.servers.tokens_in_flight))
             yield
@@ -178,7 +178,7 @@ class Sampling:
     # Jobs
 
     def check(self, task: Task) -> Task:
-        """Return the task. Raises TaskError for one that this call cannot sample."""
+        """Return the task. Raises TaskError if this call cannot sample it."""
         if task.rollout is not None and (self.budget is not None or self.kept):
             raise TaskError(
                 f"task {task.id!r} has a rollout, which cannot be cut off by a token budget and "
@@ -188,19 +188,19 @@ class Sampling:
         return task
 
     def jobs(self, tasks: Iterable[Task]) -> Iterator[Job]:
-        """Yield a job for each task, checked when its turn comes."""
+        """Yield a job for each task, each checked on its turn."""
         tasks = iter(tasks)
         begun = list(itertools.islice(tasks, len(self.kept)))
         self._check_begun(begun)
         checked = map(self.check, itertools.chain(begun, tasks))
         if self._is_numbered:
             return numbered_jobs(checked, self.request.n)
-        # Numbers would cost memory for every task of an endless generator.
+        # Numbers would take memory for every task of an endless generator.
         return (Job(position, task, 0) for position, task in enumerate(checked))
 
     def digest(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the digest of a request, for seeds, cache keys and logs; None where there is none
-        of these.
+        """Return the digest of a request for seeds, cache keys and logs; None if none of them is
+        used.
         """
         if not self._is_numbered:
             return None
@@ -208,7 +208,7 @@ class Sampling:
 
     def _check_begun(self, tasks: Sequence[Task]) -> None:
         """Check all of `unfinished` before the first request: a mistake must cost no samples, and
-        none may be left out.
+        none may be omitted.
         """
         for position, (kept, task) in enumerate(zip(self.kept, tasks, strict=False)):
             if (kept.task_id, kept.messages) != (task.id, task.messages):
@@ -226,8 +226,8 @@ class Sampling:
     def cache_body(
         self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None
     ) -> dict[str, Any]:
-        """Return what an answer depends on: the request (by default the call's), and what may end
-        it early, where that has a name.
+        """Return the inputs of an answer: the request (by default the call's), and any named early
+        stop.
         """
         body = (request or self.chat_request).cache_body(messages)
         if self._early_end is None:
@@ -237,7 +237,7 @@ class Sampling:
     # Answers
 
     async def cached(self, digest: str | None, numbers: Sequence[int]) -> list[Answer | None]:
-        """Look samples up in the cache, by their numbers; hits are logged."""
+        """Look samples up in the cache by number, and log the hits."""
         if self.cache is None or digest is None:
             return [None] * len(numbers)
         answers = await asyncio.gather(
@@ -260,8 +260,8 @@ class Sampling:
         affinity: Hashable = None,
         ticket: int | None = None,
     ) -> list[Answer | None]:
-        """Make the request for samples of these numbers, as `Servers.send` does; log it, however it
-        ends.
+        """Make the request for samples of these numbers, as `Servers.send` does, and log its result
+        or error.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -299,9 +299,11 @@ class Sampling:
         messages: Sequence[Mapping[str, Any]],
         request: ChatRequest | None = None,
     ) -> None:
-        """Put an answer into the cache, unless `on_chunk` ended it, which no key can describe.
+        """Put an answer into the cache, unless an unnamed `on_chunk` ended it: no key can describe
+        this.
 
-        ended: its finish reason. messages, request: what was asked, by default the call's request.
+        ended: its finish reason.
+        messages, request: its input, by default the call's request.
         """
         if self.cache is None or digest is None or ended in _NOT_TO_KEEP:
             return
@@ -327,8 +329,8 @@ class Sampling:
     # Counts
 
     def count_tokens(self, tokens: int) -> None:
-        """Count completion tokens as they come from a server (fewer, where a stream broke that is
-        asked for again).
+        """Count completion tokens as they arrive (fewer for a broken stream, because it is
+        requested again).
         """
         self.sampled += tokens
         self.progress.add_tokens(tokens)
@@ -341,7 +343,7 @@ class Sampling:
 
     @property
     def is_cut(self) -> bool:
-        """True when nothing more is to be sampled in this call."""
+        """True once this call is to sample no more."""
         return self.cut is not None and self.cut.is_set()
 
     def count_other(self, what: str, task_id: str, error: BaseException) -> None:
@@ -356,8 +358,8 @@ _lengths: dict[Any, Lengths] = {}
 
 
 def _known_lengths(model: str, base_urls: Sequence[str]) -> Lengths:
-    """Return what earlier calls of this process saw of the same model: iterations are alike, so the
-    first wave is no guess.
+    """Return the lengths seen by this process's earlier calls of the same model: iterations are
+    alike, so the first wave need not guess.
     """
     key = (model, *base_urls)
     known = _lengths.pop(key, None) or Lengths()

@@ -1,5 +1,5 @@
-"""One chat completion, from the cache or from a server, with retries: for scripts that want no
-tasks and no graders.
+"""Get one chat completion from the cache or a server, with retries: for scripts without tasks and
+graders.
 """
 
 import os
@@ -45,23 +45,23 @@ async def get_chat_completion(
 
     client: an AsyncOpenAI client, or a base URL ("http://127.0.0.1:8000/v1"; the key is then taken
         from OPENAI_API_KEY).
-    params: sampling parameters of the OpenAI API or of vLLM. Logprobs are asked for unless it says
+    params: sampling parameters of the OpenAI API or of vLLM. Logprobs are requested unless it says
         {"logprobs": False}.
-    token_ids: asks for the server's own token ids (vLLM's return_token_ids).
-    sample: which of the samples of this prompt; the cache keeps each, and a seed is raised by it.
-    cache: where completions are kept and looked for: a folder, "memory://", "s3://…", …, a list of
-        them, or a Cache.
-    weights_digest: names the weights that the server serves; needed with a cache and a server on
-        this machine.
+    token_ids: requests the server's own token ids (vLLM's return_token_ids).
+    sample: its number among this prompt's samples; the cache keeps each, and a seed is raised by
+        it.
+    cache: stores and finds completions: a folder, "memory://", "s3://…", …, a list of them, or a
+        Cache.
+    weights_digest: names the served weights; needed with a cache and a server on this machine.
     on_chunk: `on_chunk(chunk, completion)` sees every chunk; StopIteration ends the completion,
         with the finish_reason "stopped_early". Not called for a completion from the cache.
     max_retries: on broken connections, timeouts, stalled streams, 408, 429 and 5xx, with pauses of
         0.5, 1, 2 … s.
-    stall_timeout: seconds without a byte after which a stream counts as broken.
-    requests_log: a jsonl file to which one line is appended.
+    stall_timeout: seconds without a byte before a stream counts as broken.
+    requests_log: a jsonl file; gets one line.
     log_path: a file for the conversation as readable text.
 
-    Raises UserError for arguments that are wrong, RequestError with the server's own words when all
+    Raises UserError for wrong arguments, RequestError with the server's own words after all
     attempts have failed.
     """
     if isinstance(client, list | tuple):
@@ -96,7 +96,7 @@ async def get_chat_completion(
     digest = sampling.digest(asked)
     [found] = await sampling.cached(digest, [sample])
     answer = found or await _asked(sampling, asked, sample, digest)
-    # Checks ids and logprobs against each other, so that nothing wrong is returned or cached.
+    # Checks ids and logprobs against each other before returning or caching them.
     name = "" if log_path is None else Path(log_path).stem
     read = Sample(task_id=name, sample=sample, messages=asked)
     place = sampling.transports[0].base_url
@@ -112,7 +112,7 @@ async def get_chat_completion(
 async def _asked(
     sampling: Sampling, messages: list[dict[str, Any]], sample: int, digest: str | None
 ) -> Answer:
-    """Ask the server, again where it fails. Raises RequestError."""
+    """Ask the server, with retries. Raises RequestError."""
     request = sampling.chat_request
     attempt = ChatAttempt(
         request=request,

@@ -1,12 +1,12 @@
-"""Samples and grades tasks: `get_task_results` for a list of them, `iter_task_results` for any
+"""Sample and grade tasks: `get_task_results` for a list of them, `iter_task_results` for any
 number.
 
-A failure is data, not an end: a failed request, a bad completion, a grader or a transform that
-raises costs what it concerns and nothing else. It is kept with its reason (`Sample.error`), counted
-(`TaskResults.stats`) and logged in one line at the end.
+A failure is data, not an end. A failed request, a bad completion, or an exception of a grader or
+transform costs its own sample or result and nothing else. Its reason is kept (`Sample.error`),
+counted (`TaskResults.stats`) and logged in one line at the end.
 
-The way of a task is in `ttrl.rollouts.group_samples`; admission, balance and retries in `servers`;
-what is sent in `client.attempts`.
+`ttrl.rollouts.group_samples` samples one task; `servers` has admission, balance and retries,
+`client.attempts` the requests.
 """
 
 import asyncio
@@ -69,67 +69,63 @@ async def get_task_results(
     log_dir: str | os.PathLike[str] | None = None,
     requests_log: str | os.PathLike[str] | None = None,
 ) -> TaskResults:
-    """Sample `n` completions of every task and grade them; results come back in the order of the
-    tasks.
+    """Sample `n` completions of every task and grade them; results come back in task order.
 
-    A task with a `rollout` has its coroutine run `n` times instead; each of its requests is made as
-    it is told here for one.
+    For a task with a `rollout`, run its coroutine `n` times instead; each of its requests follows
+    the rules below.
 
     client: an AsyncOpenAI client or a base URL ("http://127.0.0.1:8000/v1"; the key is then taken
-        from OPENAI_API_KEY), or a list of them, all of which must serve the same model: requests
-        are spread over them and moved away from one that fails.
+        from OPENAI_API_KEY), or a list of them, all serving the same model: requests are spread
+        over them and moved away from a failing one.
     params: sampling parameters of the OpenAI API (temperature, max_tokens, stop, …) or of vLLM
-        (top_k, min_p, …), and `extra_body`. Logprobs are asked for unless it says {"logprobs":
+        (top_k, min_p, …), and `extra_body`. Logprobs are requested unless it says {"logprobs":
         False}.
-    token_ids: asks for the server's own token ids (vLLM's return_token_ids) and fails samples that
-        come without. False for servers that do not know the option: their samples have no ids.
+    token_ids: requests the server's own token ids (vLLM's return_token_ids) and fails samples
+        without them. False for servers without the option: their samples have no ids.
 
-    cache: where completions are kept and looked for: a folder, "memory://", "s3://…", "gs://…",
-        "az://…", a list of them, or a Cache. Every sample number has an entry of its own, so `n`
-        may be raised later. Graders always run.
-    weights_digest: names the weights that the server serves, for the cache; needed with a cache and
-        a server on this machine.
-    weights_version: what the samples are marked with: the iteration whose checkpoint the server
-        serves.
+    cache: stores and finds completions: a folder, "memory://", "s3://…", "gs://…", "az://…", a list
+        of them, or a Cache. Every sample number has its own entry, so `n` may be raised later.
+        Graders always run.
+    weights_digest: names the served weights, for the cache; needed with a cache and a server on
+        this machine.
+    weights_version: marks the samples: the iteration of the served checkpoint.
 
-    concurrency: requests in flight at once, or a semaphore shared with other calls; None: as many
-        as keep the server's KV cache full (its /metrics say how large it is), or as an unknown
+    concurrency: requests in flight at once, or a semaphore shared with other calls; None: enough to
+        keep the server's KV cache full (its /metrics give the size), or as many as an unknown
         server bears.
-    samples_per_request: how many of a task's samples one request asks for; None: all, or one where
-        `on_chunk` may end them and where sampling is greedy. All of them go to the same server,
-        whose prefix cache serves the prompt.
+    samples_per_request: samples of a task per request; None: all, or one if `on_chunk` may end them
+        or sampling is greedy. All of them go to the same server, for its prefix cache.
     max_retries: of a request, on broken connections, timeouts, stalled streams, 408, 429 and 5xx,
         with pauses of 0.5, 1, 2 … s.
-    max_downtime: seconds for which requests wait when no server answers (a restart costs no retry).
-    stall_timeout: seconds without a byte after which a stream counts as broken.
+    max_downtime: seconds requests wait while no server answers (a restart costs no retry).
+    stall_timeout: seconds without a byte before a stream counts as broken.
 
-    on_chunk: `on_chunk(chunk, completion)` sees every chunk, so that completions are streamed;
+    on_chunk: `on_chunk(chunk, completion)` sees every chunk of the streamed completions;
         StopIteration ends the choices of that chunk (finish_reason "stopped_early"). See
         InferenceEarlyStop. Not called for completions from the cache.
-    isolated: graders run in processes of their own, which are ended when a grade takes longer than
+    isolated: runs graders in their own processes, ended if a grade takes longer than
         `grader_timeout` seconds or more than `grader_memory` bytes; they do not see keys and tokens
         of our environment, and async ones run one per process. Otherwise sync graders run in up to
-        16 threads at once: they must be safe to call so.
-    transform: called with each result as soon as its task is finished, if sync one at a time in a
-        thread; what it returns, or the exception that it raised, stands in
-        `TaskResults.transformed`.
+        16 threads at once and must be thread-safe.
+    transform: called with each result once its task is finished; a sync one runs in a thread, one
+        call at a time. `TaskResults.transformed` holds its results or exceptions.
     on_task_done: called on the event loop after each task.
 
-    token_budget: new completion tokens of this call, or a TokenBudget. What it cuts off is kept
-        (`TaskResults.unfinished`), and goes on, exactly where it was, in a later call that is given
-        it as `unfinished`. Needs a vLLM server.
+    token_budget: new completion tokens of this call, or a TokenBudget. Completions it cuts off are
+        kept (`TaskResults.unfinished`); a later call with them as `unfinished` continues exactly
+        there. Needs a vLLM server.
     unfinished: groups to continue, for the first tasks of `tasks`, in their order.
 
-    prices: dollars per million prompt and completion tokens. Only what is new is counted.
+    prices: dollars per million prompt and completion tokens. Only new tokens are counted.
     pbar: a progress bar in terminals and notebooks; a string is its description, as is `pbar_desc`.
-    log_dir: a folder for one readable text file per sample, in which answers can be read while they
-        come (they are streamed).
-    requests_log: a jsonl file to which one line per request is appended.
+    log_dir: a folder for one readable text file per sample, with answers as they arrive (they are
+        streamed).
+    requests_log: a jsonl file; gets one line per request.
 
-    Raises TaskError or UserError before anything is sent if the arguments are wrong; afterwards
-    failures are kept with their samples (see `TaskResults.raise_if_all_failed`). On cancellation,
-    such as Ctrl-C, all requests are ended first, and the CancelledError carries what was finished
-    as `results` (a TaskResults).
+    Raises TaskError or UserError for wrong arguments before anything is sent; later failures are
+    kept with their samples (see `TaskResults.raise_if_all_failed`). On cancellation, such as
+    Ctrl-C, all requests are ended first, and the CancelledError has the finished tasks as `results`
+    (a TaskResults).
     """
     request = SamplingRequest(
         client=client,
@@ -187,13 +183,13 @@ async def sample_tasks(tasks: Iterable[Task], request: SamplingRequest) -> TaskR
 async def iter_task_results(
     tasks: Iterable[Task], client: Client, model: str, **arguments: Any
 ) -> AsyncIterator[TaskResult]:
-    """Sample any number of tasks as `get_task_results` does: yields each result as soon as it is
-    finished, and keeps none.
+    """Sample any number of tasks as `get_task_results` does: yield each result once it is finished,
+    and keep none.
 
-    Tasks are taken from the iterable as they are needed: it may be a generator without end. What
-    was said of the arguments and errors there holds here too, except that a wrong task is found
-    when its turn comes. Leaving the loop ends all requests (`contextlib.aclosing` does so at once).
-    What `transform` returns is lost; use `on_task_done`, or the loop's body.
+    Tasks are taken from the iterable as needed: it may be an endless generator. Arguments and
+    errors are the same, except for wrong tasks: they are found on their turn. Leaving the loop ends
+    all requests (`contextlib.aclosing` does so at once). Results of `transform` are lost; use
+    `on_task_done`, or the loop's body.
     """
     request = SamplingRequest(client=client, model=model, **arguments)
     sampling = Sampling(request, len(tasks) if isinstance(tasks, Sequence) else None)
@@ -206,11 +202,10 @@ async def iter_task_results(
 async def _finished(
     sampling: Sampling, jobs: Iterator[Job], *, left: list[Group]
 ) -> AsyncGenerator[Group, None]:
-    """Yield every group as soon as it is finished; `left` gets those that are finished when it is
-    closed early.
+    """Yield every group once it is finished; on an early close `left` gets the finished rest.
 
-    Fewer tasks are begun and not yet handed over than would fill memory; more than can be in
-    flight, so that no server waits.
+    Limits tasks started but not handed over: few enough for memory, yet more than can be in flight,
+    so no server waits.
     """
     concurrency = sampling.request.concurrency
     if isinstance(concurrency, int):
@@ -240,7 +235,7 @@ async def _finished(
                     return
                 task = await finished.get()
                 group = running.pop(task)
-                task.result()  # raises what can only be a fault of ours
+                task.result()  # raises only faults of ours
                 yield group
         finally:
             for task in running:
@@ -254,7 +249,7 @@ async def _finished(
 
 
 def _collected(sampling: Sampling, groups: Iterable[Group], start: float) -> TaskResults:
-    """Return the groups in the order of their tasks. start: of the call, on the monotonic clock."""
+    """Return the groups in task order. start: of the call, on the monotonic clock."""
     ordered = sorted(groups, key=lambda group: group.position)
     transformed = None
     if sampling.request.transform is not None:
@@ -271,9 +266,9 @@ def _collected(sampling: Sampling, groups: Iterable[Group], start: float) -> Tas
 
 
 def _checked(tasks: Iterable[Task]) -> Iterator[Task]:
-    """Yield the tasks, each checked when its turn comes.
+    """Yield the tasks, each checked on its turn.
 
-    Raises TaskError for what is no Task or cannot be written to a file.
+    Raises TaskError for anything but a Task, or a Task without a JSON form.
     """
     if isinstance(tasks, Task) or not isinstance(tasks, Iterable):
         raise TaskError(
@@ -284,5 +279,5 @@ def _checked(tasks: Iterable[Task]) -> Iterator[Task]:
             raise TaskError(
                 f"tasks[{number}] is a {type(task).__name__}; give Task(messages, grader)"
             )
-        task.as_json()  # it raises now, not when hours of rollouts are to be written
+        task.as_json()  # raises now, not after hours of rollouts
         yield task

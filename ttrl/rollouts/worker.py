@@ -1,9 +1,8 @@
-"""The worker's side of sampling that is divided: the runner in a process near some of the servers,
+"""Run the worker's side of divided sampling: the runner in a process near some of the servers,
 given tasks a few at a time.
 
-A call of `get_task_results` has all of its tasks from the beginning; here they come as this
-worker's servers have room for more, so that no worker has many left when the others are done. The
-other side, which divides them, is divided.py.
+A `get_task_results` call has all its tasks from the beginning. Here they come as this worker's
+servers have room, so no worker has many left at the end. The other side is divided.py.
 """
 
 import asyncio
@@ -28,36 +27,32 @@ from ttrl.system.files import json_line
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
-"""Seconds after which a turn ends in which nothing happens: tasks that another worker left may be
-waiting by then.
-"""
+"""Seconds until an idle turn ends: tasks left by another worker may be waiting by then."""
 AWAY_SECONDS = 8.0
-"""Without an answer of any of its servers, after which a worker leaves its tasks to others; a
-runner of its own fails them after 10 s, where they have never answered, or later."""
+"""Without an answer of any server before a worker leaves its tasks to others; a single runner fails
+them after 10 s if the servers have never answered, or later.
+"""
 GATHER_SECONDS = (0.5, 0.2)
-"""For which finished groups wait for others to travel with, as each turn costs the lead some CPU:
-while there are more tasks to come, and when there are none."""
+"""Finished groups wait this long for others, because each turn costs the lead some CPU: with more
+tasks to come, and without.
+"""
 _LOOK_SECONDS = 0.02
 _TASKS_AHEAD = 2
-"""Waiting for each server, besides what it works on: what it gets while the next ones are being
-asked for.
-"""
+"""Tasks queued per server beyond its current work, to bridge the request for the next ones."""
 
 Tokenize: TypeAlias = Callable[[TaskResult], tuple[list[TokenizedResult], dict[str, int]]]
-"""Makes `Prepared.sequences` and `Prepared.counts`; what it raises (TokenizationError) is raised
-again where rows are packed.
+"""Makes `Prepared.sequences` and `Prepared.counts`; the packing of rows raises its
+TokenizationError again.
 """
 
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """A finished group whose long lists are a few arrays, which travel between processes without
-    being looked at.
-    """
+    """A finished group with its long lists as a few arrays, for fast transfer between processes."""
 
     usage: TaskUsage
     result: TaskResult
-    """Without what is in the arrays."""
+    """Without the lists in the arrays."""
     arrays: dict[str, np.ndarray]
     lengths: dict[str, list[int]]
     """Of each sample, by the names of `arrays`; -1 for None."""
@@ -88,8 +83,8 @@ class FlatGroup:
         return cls(group.usage, flat, arrays, lengths)
 
     def restored(self) -> TaskResult:
-        """Return the group as it was. Nothing of it refers to the memory in which it came, which
-        others may be waiting for.
+        """Return the original group, without references to its transfer memory; others may be
+        waiting for this memory.
         """
         samples = self.result.samples
         messages = self.result.messages
@@ -111,7 +106,7 @@ class FlatGroup:
 
 
 _LISTS = {"prompt_token_ids": np.int32, "token_ids": np.int32, "logprobs": np.float64}
-"""The fields of a Sample that are as long as it is. 64 bits, as rewards may be shaped by
+"""The Sample fields with one entry per token. 64 bits, because rewards may be shaped by
 log-probabilities.
 """
 
@@ -127,13 +122,13 @@ def _copied(sequence: TokenizedResult) -> TokenizedResult:
 
 @dataclass
 class Report:
-    """What a worker has to say since it was last asked."""
+    """A worker's news since the last request."""
 
     groups: list[FlatGroup] = field(default_factory=list)
     wanted: int = 0
-    """How many more tasks it has room for."""
+    """Number of further tasks it has room for."""
     is_away: bool = False
-    """None of its servers answers; it has dropped its tasks, for others to do."""
+    """True if none of its servers answers; it has dropped its tasks, for others to do."""
     grading_seconds: float = 0.0
     """Of all grades of the call so far."""
 
@@ -142,7 +137,7 @@ class WorkerCall:
     """A worker's part of one sampling call."""
 
     def __init__(self, request: SamplingRequest, tokenize: Tokenize | None = None) -> None:
-        """request: for this worker's servers. Raises UserError for what is wrong with it."""
+        """request: for this worker's servers. Raises UserError for a wrong one."""
         self._sampling = Sampling(request)
         self._tokenize = tokenize
         self._running: dict[asyncio.Task[None], Group] = {}
@@ -153,12 +148,12 @@ class WorkerCall:
         self._requests_each = -(-request.n // self._sampling.samples_per_request)
 
     async def start(self) -> None:
-        """Begin to look after the servers."""
+        """Start watching the servers."""
         await self._ends.enter_async_context(self._sampling.running())
 
     async def work(self, jobs: Iterable[Job], *, more: bool, patience: float = PATIENCE) -> Report:
-        """Take tasks on; return a little after some are finished, or when there is room for more
-        and there are `more`.
+        """Start tasks; return shortly after some are finished, or on room for more if there are
+        `more`.
         """
         for job in jobs:
             self._begin(job)
@@ -195,10 +190,10 @@ class WorkerCall:
         self._finished = []
 
     def _wanted(self) -> int:
-        """Return how many tasks it takes for every server to have a few that wait."""
+        """Return the number of tasks needed for every server to have a few waiting."""
         if self._sampling.servers.away_seconds:
             return 0
-        # Until its first request is made, a task is not among those that wait for a server.
+        # A task does not wait for a server until its first request.
         young = sum(not group.has_asked for group in self._running.values())
         waiting = -(-self._sampling.servers.waiting // self._requests_each) + young
         return max(0, min(self._ahead - waiting, self._sampling.most_live - len(self._running)))
@@ -215,7 +210,7 @@ class WorkerCall:
         if group is None:  # dropped
             return
         fault = task.exception()
-        if fault is not None:  # it can only be one of ours
+        if fault is not None:  # always one of ours
             self._fault = fault
         else:
             self._finished.append(group)

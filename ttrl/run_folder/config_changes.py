@@ -1,9 +1,9 @@
-"""What changed in a run's config since it began: shown as a difference, refused unless it is
-allowed, and remembered.
+"""Track changes in a run's config since its start: show them, refuse forbidden ones, record the
+rest.
 
-Settings are compared one by one, those inside `training`, `server` and `sampling` too, under names
-such as `training.lr`. config_history.jsonl has a line for each start that changed something: when,
-the first iteration that it holds for, and each setting's value before and after.
+Settings are compared one by one, including those inside `training`, `server` and `sampling`, under
+names such as `training.lr`. config_history.jsonl has a line for each start with changes: the time,
+the first affected iteration, and each setting's value before and after.
 """
 
 import os
@@ -23,9 +23,8 @@ ALLOW_VARIABLE = "TTRL_ALLOW_CHANGES"
 HISTORY_FILE = "config_history.jsonl"
 ALL = "all"
 
-# On resume; everything else would make another run of it. (seq_len and share decide where samples
-# lie, not what they weigh, and a row that turns out to be too short for them must not be the end of
-# a run.)
+# Free to change on resume; any other change would make it another run. (seq_len and share decide
+# the place of samples, not their weight, and a row too short for them must not end a run.)
 MAY_CHANGE = {
     "run", "iterations", "stop_at", "validate_every", "keep_checkpoints", "keep_best",
     "requests_log", "sample_files", "keep_every", "save_every", "mirror", "cache", "seq_len",
@@ -37,8 +36,8 @@ MAY_CHANGE = {
     "training.activation_offloading", "sampling_workers", "rdzv_endpoint", "joined_key_file",
     "joined_run",  # the last three are gone
 }  # fmt: skip
-# What another machine brings along by itself. It changes no more than the rounding of sums, so it
-# is said, not refused.
+# Brought along by another machine. It changes only the rounding of sums, so it is reported, not
+# refused.
 MAY_CHANGE_WITH_A_NOTE = {
     "num_threads": "sums are rounded otherwise, so results are no longer the same bit for bit"
 }
@@ -47,7 +46,7 @@ _MISSING = "not set"
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one value per setting; those of the mappings inside it under dotted names."""
+    """Return one value per setting; those of nested mappings under dotted names."""
     flattened: dict[str, Any] = {}
     for key, value in config.items():
         if key in _NESTED and isinstance(value, Mapping):
@@ -58,9 +57,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (before, now) of each setting that differs, by name; `_MISSING` where it was not
-    there.
-    """
+    """Return (before, now) of each changed setting, by name; `_MISSING` for an absent one."""
     old = flat(before)
     new = flat(now)
     names = sorted(old.keys() | new.keys())
@@ -87,8 +84,8 @@ def _shown(value: Any) -> str:
 
 
 def allowed_names(allow: Sequence[str]) -> list[str]:
-    """Return what the caller and the environment allow: TTRL_ALLOW_CHANGES=lr,seed for scripts
-    without an option.
+    """Return the names allowed by the caller and the environment: TTRL_ALLOW_CHANGES=lr,seed for
+    scripts without an option.
     """
     words = os.environ.get(ALLOW_VARIABLE, "").replace(",", " ").split()
     return [*allow, *words]
@@ -97,8 +94,8 @@ def allowed_names(allow: Sequence[str]) -> list[str]:
 def check_changes(
     changed: Mapping[str, tuple[Any, Any]], allow: Sequence[str], where: Path
 ) -> list[str]:
-    """Return notes on changes that are allowed anyway. `allow`: names such as "training.lr", "lr"
-    where that is clear, or "all". Raises RunFolderError with the difference where a change is not
+    """Return notes on changes allowed in any case. `allow`: names such as "training.lr", an
+    unambiguous "lr", or "all". Raises RunFolderError with the difference if a change is not
     allowed.
     """
     free = MAY_CHANGE | MAY_CHANGE_WITH_A_NOTE.keys()
@@ -127,8 +124,8 @@ def _is_allowed(name: str, allow: Sequence[str]) -> bool:
 
 
 def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteration: int) -> None:
-    """Append to config_history.jsonl, unless a start that was killed right afterwards has said the
-    same.
+    """Append to config_history.jsonl, unless the last line says the same, from a start killed right
+    afterwards.
     """
     told = {name: list(pair) for name, pair in changed.items() if name != "run"}
     if not told:

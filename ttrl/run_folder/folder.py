@@ -1,8 +1,8 @@
-"""The run folder: an iteration is a folder, and a phase is done when its marker is there.
+"""Keep a run on disk: one folder per iteration, one marker per finished phase.
 
-That one rule gives resume, inspection and replay. A marker (done/PHASE.json) is written last and
-durably; it holds the digests of the phase's files and what the phase has to say (seconds, counts),
-so that metrics can be put together from the markers, even after a crash.
+Resume, inspection and replay follow from this rule. A marker (done/PHASE.json) is written last and
+durably. It holds the digests of the phase's files and its facts (seconds, counts). Metrics can be
+rebuilt from the markers, even after a crash.
 """
 
 import os
@@ -39,7 +39,7 @@ REDO_VARIABLE = "TTRL_REDO"
 
 
 def check_run_folder(path: Path) -> None:
-    """Raise RunFolderError where `path` is not a run folder, with the names of those next to it."""
+    """Raise RunFolderError if `path` is not a run folder, naming the run folders next to it."""
     if (path / "metrics.jsonl").is_file() or (path / "iterations").is_dir():
         return
     there = sorted(
@@ -64,8 +64,9 @@ def check_run_folder(path: Path) -> None:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds, as `yaml.safe_load` does, with libyaml's parser where there is
-    one: a config takes a tenth of the time. Raises OSError, UnicodeDecodeError, yaml.YAMLError."""
+    """Return the content of a YAML file, as `yaml.safe_load` does. With libyaml's parser, if
+    present, a config takes a tenth of the time. Raises OSError, UnicodeDecodeError, yaml.YAMLError.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(path.read_text(encoding="utf-8"))
     try:
         return loader.get_single_data()
@@ -74,7 +75,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _as_read(value: Any) -> Any:
-    """Return plain values as they come back from a YAML file: tuples as lists."""
+    """Return plain values as read back from a YAML file: tuples as lists."""
     if isinstance(value, Mapping):
         return {key: _as_read(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -87,20 +88,20 @@ class Marker(Facts, kw_only=True):
 
     phase: str = ""
     finished: float = 0.0
-    """When, as `time.time`."""
+    """As `time.time`."""
     epoch: int | None = None
-    """Of the process that wrote it: see `ttrl.run_folder.lease`."""
+    """The epoch of the process behind this marker: see `ttrl.run_folder.lease`."""
     facts: dict[str, Any]
     files: dict[str, str]
-    """The SHA-256 by name of what the phase wrote."""
+    """SHA-256 of the phase's files, by name."""
 
     def facts_of(self, kind: type[P]) -> P:
-        """Return what the phase says of itself."""
+        """Return the facts of the phase."""
         return read_facts(kind, self.facts)
 
 
 class TaskList(Facts):
-    """What tasks.json says of a list of tasks."""
+    """The entry of one task list in tasks.json."""
 
     count: int
     digest: str
@@ -125,8 +126,8 @@ class IterationFolder:
         )
 
     def marker(self, kind: type[P]) -> P | None:
-        """Return what a finished phase left behind; None where it is not done. Raises
-        RunFolderError for a damaged marker.
+        """Return the facts of a finished phase, else None. Raises RunFolderError for a damaged
+        marker.
         """
         marker = self._marker(kind.phase)
         return None if marker is None else marker.facts_of(kind)
@@ -136,8 +137,8 @@ class IterationFolder:
         return self._marker(phase) is not None
 
     def finished(self, phase: str) -> float | None:
-        """Return when a phase was done, as `time.time`; None where it is not. Raises RunFolderError
-        for a damaged marker.
+        """Return the end of a finished phase, as `time.time`, else None. Raises RunFolderError for
+        a damaged marker.
         """
         marker = self._marker(phase)
         return None if marker is None else marker.finished
@@ -149,9 +150,7 @@ class IterationFolder:
         return marker is not None and bool(marker.trained)
 
     def verify(self, phase: str) -> None:
-        """Raise RunFolderError where a file of a finished phase is gone, or not what that phase
-        wrote.
-        """
+        """Raise RunFolderError if a file of a finished phase is missing or changed."""
         for name, expected in self.files(phase).items():
             path = self.path / name
             if not path.is_file() or digest(path) != expected:
@@ -165,18 +164,18 @@ class IterationFolder:
                 )
 
     def files(self, phase: str) -> dict[str, str]:
-        """Return the SHA-256 by name of what a finished phase wrote; empty where it is not done.
+        """Return the SHA-256 of a finished phase's files, by name; empty for an unfinished one.
         Raises RunFolderError.
         """
         marker = self._marker(phase)
         if marker is None:
             return {}
-        # Of a policy that was not written when it was trained.
+        # For a policy written some time after its training.
         later = self.files("save") if phase == "train" else {}
         return marker.files | later
 
     def weights(self, phase: str) -> dict[str, str]:
-        """Return those of `files` that are the weights of the policy that the phase made."""
+        """Return the weight files among `files`."""
         files = self.files(phase).items()
         return {
             name: sha
@@ -204,10 +203,11 @@ class IterationFolder:
         files: Sequence[str] = (),
         known: Mapping[str, str] | None = None,
     ) -> None:
-        """Say durably that a phase is done, once: a marker is never replaced. `files` are names of
-        files and folders of this iteration that it wrote; `known` are digests, by name, that were
-        computed while files were written, so that these are not read again. Raises RunFolderError
-        where another process has taken the run over, or there is a marker; StorageError.
+        """Mark a phase as done, durably and once: a marker is never replaced.
+
+        files: names of the phase's files and folders in this iteration. known: digests by name,
+        computed during writing; saves reading these files again. Raises RunFolderError after a
+        takeover or for an existing marker; StorageError.
         """
         known = known or {}
         tops = [self.path / name for name in files]
@@ -218,7 +218,7 @@ class IterationFolder:
             if path.is_file()
         ]
         names = [str(path.relative_to(self.path)) for path in paths]
-        # A sharded state, an adapter: nothing else runs meanwhile.
+        # For sharded states and adapters: nothing else runs meanwhile.
         with ThreadPoolExecutor(4) as threads:
             digests = dict(
                 zip(
@@ -238,15 +238,13 @@ class IterationFolder:
         self._marked()
 
     def unmark(self, phase: str) -> None:
-        """Take a marker away, so that its phase can be done again. Raises RunFolderError as
-        `mark`.
-        """
+        """Remove a marker to allow its phase to run again. Raises RunFolderError as `mark`."""
         self._lease.check()
         self._path(phase).unlink(missing_ok=True)
 
 
 class RunFolder:
-    """A run on disk. Use `locked` while anything is written."""
+    """A run on disk. Use `locked` for any writing."""
 
     def __init__(
         self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS
@@ -254,15 +252,15 @@ class RunFolder:
         self.path = Path(path).absolute()
         self.lease = FolderLease(self.path, beat_seconds)
         self._written: dict[int, bool] = {}
-        """Whether a finished iteration made a policy, and wrote it, where that stays so: threads
+        """By finished iteration: was a policy made and written? Only final answers, since threads
         ask while another one marks.
         """
         self.held: set[int] = set()
-        """Iterations whose policy a trainer of this process holds, though its files are still being
+        """Iterations with a policy held by a trainer of this process, its files still being
         written.
         """
         self.on_mark: Callable[[], None] = lambda: None
-        """Called after each marker, by the thread that wrote it."""
+        """Called after each marker, in the thread of its writer."""
 
     def iteration(self, number: int) -> IterationFolder:
         """Return the folder of an iteration; 0 is the model before training."""
@@ -272,14 +270,14 @@ class RunFolder:
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
         """Hold the run for this process, see `ttrl.run_folder.lease`. Raises RunFolderError naming
-        the owner where another process works on it. take_over: also from a silent owner on another
+        the owner if another process works on it. take_over: also from a silent owner on another
         machine.
         """
         return self.lease.held(take_over=take_over)
 
     def config(self) -> dict[str, Any]:
-        """Return config.yaml as plain values; nothing where there is none. Raises RunFolderError
-        for a damaged one.
+        """Return config.yaml as plain values; empty if there is none. Raises RunFolderError for a
+        damaged one.
         """
         path = self.path / "config.yaml"
         try:
@@ -293,17 +291,15 @@ class RunFolder:
         return values
 
     def begun(self) -> bool:
-        """Tell whether anything was sampled. Until then nothing depends on the settings and tasks
-        of an earlier start.
+        """Tell whether anything was sampled. Until then nothing depends on an earlier start's
+        settings and tasks.
         """
         return any(
             any(self.path.glob(f"iterations/*/{what}")) for what in ("done/*.json", "*.jsonl")
         )
 
     def forget_refused_start(self) -> None:
-        """Remove the settings and tasks of starts that sampled nothing, such as one that was
-        refused.
-        """
+        """Remove the settings and tasks of starts without samples, such as a refused one."""
         if not self.begun():
             for name in ("config.yaml", HISTORY_FILE, "tasks.json"):
                 (self.path / name).unlink(missing_ok=True)
@@ -314,16 +310,15 @@ class RunFolder:
         defaults: Mapping[str, Any] | None = None,
         allow: Sequence[str] = (),
     ) -> list[str]:
-        """Write config.yaml, or compare with the one that is there; return notes on what changed,
-        which is also appended to config_history.jsonl. Raises RunFolderError with the differences
-        where one is not allowed.
+        """Write config.yaml, or compare with the existing one; return notes on changes. Also append
+        the changes to config_history.jsonl. Raises RunFolderError with the differences if one is
+        not allowed.
 
-        defaults: of settings that may be younger than the run folder; what its config.yaml does not
-            name was that then.
-        allow: names of settings that may differ, see `ttrl.run_folder.config_changes`.
+        defaults: values of settings newer than the run folder, for names missing from its
+        config.yaml. allow: names of settings free to differ, see `ttrl.run_folder.config_changes`.
         """
         path = self.path / "config.yaml"
-        config = _as_read(config)  # it is compared as it will be read
+        config = _as_read(config)  # compare it in the form read back later
         notes = []
         before = self.config()
         if before:
@@ -331,7 +326,7 @@ class RunFolder:
                 before.get("validation_temperature", ...) is None
                 and config.get("validation_temperature") is not None
             ):
-                # What an unset one meant until it became greedy.
+                # The meaning of an unset one before greedy became the default.
                 before["validation_temperature"] = before.get("temperature")
             changed = changes(_as_read(defaults or {}) | before, config)
             notes = check_changes(changed, allow, self.path)
@@ -340,13 +335,12 @@ class RunFolder:
         return notes
 
     def first_unfinished(self) -> int:
-        """Return the first iteration that is not in metrics.jsonl."""
+        """Return the first iteration missing from metrics.jsonl."""
         return max((row.iteration for row in self.metrics()), default=-1) + 1
 
     def remember_tasks(self, tasks: dict[str, TaskList]) -> None:
-        """Write tasks.json, or compare with the one
-        that is there: the order of training and every held-out number mean something only for these
-        tasks. Raises RunFolderError.
+        """Write tasks.json, or compare with the existing one. The order of training and every
+        held-out number are meaningful only for these tasks. Raises RunFolderError.
         """
         path = self.path / "tasks.json"
         if path.exists():
@@ -371,8 +365,8 @@ class RunFolder:
         write_json(path, {name: one.to_json() for name, one in tasks.items()})
 
     def clean(self) -> None:
-        """Remove what a killed process left half written or of no use; not in replays, which others
-        may work on.
+        """Remove a killed process's half-written or useless files. Not in replays: others may work
+        on them.
         """
         for place in self.path.iterdir():
             if place.name.startswith(TEMPORARY_PREFIX) or (
@@ -385,8 +379,8 @@ class RunFolder:
                 partial.unlink()
 
     def policy_version(self, number: int) -> int:
-        """Return the iteration whose checkpoint is the policy after iteration `number`: an earlier
-        one if nothing was trained.
+        """Return the iteration of the policy after iteration `number`: an earlier one if nothing
+        was trained.
         """
         while number > 0 and number not in self.held and not self.iteration(number).trained:
             number -= 1
@@ -397,8 +391,9 @@ class RunFolder:
         return self.iteration(self.policy_version(number)).path / "checkpoint"
 
     def sampler(self, sampled_by: int, number: int) -> int | None:
-        """Return the weights version that sampled iteration `number`, if it is older than what
-        training starts from, and is there."""
+        """Return the weights version of iteration `number`'s sampler, if still on disk and older
+        than training's starting policy.
+        """
         version = self.policy_version(sampled_by)
         if (
             version == self.policy_version(number - 1)
@@ -421,7 +416,7 @@ class RunFolder:
         return [read_facts(MetricsRow, row) for row in self.metrics_json()]
 
     def metrics_json(self) -> list[dict[str, Any]]:
-        """Return the same rows as plain values, with names that this version does not know. Raises
+        """Return the same rows as plain values, including names unknown to this version. Raises
         RunFolderError.
         """
         try:
@@ -434,9 +429,7 @@ class RunFolder:
             ) from error
 
     def written_until(self, newest: int) -> list[int]:
-        """Return the iterations up to `newest` that made a policy and wrote it, newest first, and
-        0.
-        """
+        """Return the iterations up to `newest` with a written policy, newest first, and 0."""
         for number in range(1, newest + 1):
             if number in self._written:
                 continue
@@ -445,23 +438,25 @@ class RunFolder:
             if marker is None:
                 continue
             written = marker.saved is not False or iteration.is_done("save")
-            if written or not marker.trained:  # otherwise it may still be written
+            if written or not marker.trained:  # otherwise writing may still follow
                 self._written[number] = bool(marker.trained)
         return [
             number for number in range(newest, -1, -1) if number == 0 or self._written.get(number)
         ]
 
     def written_version(self, number: int) -> int:
-        """Return the newest iteration up to `number` whose policy and state were written: that of
-        `policy_version`, or, with `save_every`, one before it, from which that is trained again."""
+        """Return the newest iteration up to `number` with written policy and state. This is the one
+        of `policy_version`, or with `save_every` an earlier one, the start of retraining.
+        """
         return self.written_until(number)[0]
 
     def remove(
         self, newest: int, checkpoints: Collection[int], states: Collection[int]
     ) -> list[int]:
-        """Remove checkpoints and states of iterations up to `newest`, except those of the
-        iterations that are given; markers stay, and so does the newest policy in any case. Return
-        the numbers of the iterations that lost something. Raises StorageError."""
+        """Remove checkpoints and states of iterations up to `newest`, except for the given
+        iterations. Markers and the newest policy always stay. Return the numbers of the changed
+        iterations. Raises StorageError.
+        """
         removed = []
         for number in self.written_until(newest)[1:]:
             folder = self.iteration(number).path

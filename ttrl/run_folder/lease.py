@@ -1,22 +1,21 @@
 """One process per run: a lease on its folder, and one on its mirror.
 
-The holder of a lease stands in owner.json (`ttrl.run_folder.owner`), gives a sign of life every few
-seconds, and has an epoch: a number above those of all earlier owners. `Lease` is that rule. It has
-two backends: `FolderLease` here, `StoreLease` in `ttrl.run_folder.mirror`.
+The holder of a lease is named in owner.json (`ttrl.run_folder.owner`). It sends a heartbeat every
+few seconds and has an epoch, a number above those of all earlier owners. `Lease` implements this
+rule for two backends: `FolderLease` here, `StoreLease` in `ttrl.run_folder.mirror`.
 
-A folder is taken in two ways. `lock` is locked with flock: the kernel frees it when its process
-dies, however it dies, so one machine needs nothing more. Other machines may not see the flock, and
-some file systems have none: for these, owner.json's time of change moves as a sign of life.
+A folder is taken in two ways. `lock` is locked with flock. The kernel releases it at the process's
+death, however it dies; one machine needs nothing more. Other machines may not see the flock, and
+some file systems have none. For these, the modification time of owner.json is the heartbeat.
 
-Two processes may start in the same moment, and an owner may be taken for dead and go on. They are
-kept apart by owners/EPOCH, a folder that each owner makes; only one can. An owner writes its
-markers there first, and then links or renames them to their place. The next owner removes the
-folders of earlier owners before anything else, and with them all markers without a place yet: a
-marker was there before the new owner began, or never will be. This takes no clock and no second
-look, and holds wherever the file server itself does mkdir, rmdir and link.
+Two processes may start in the same moment, and an owner taken for dead may continue. owners/EPOCH
+separates them: every owner makes this folder, and only one can. An owner writes its markers there
+first, then links or renames them into place. The next owner begins by removing the folders of
+earlier owners, with all unplaced markers: a marker exists before the new owner begins, or never.
+This needs no clock and no repeated check, only atomic mkdir, rmdir and link on the file server.
 
-An owner from before the machine's last start is known to be gone only if the disk belongs to this
-machine alone.
+An owner from before the machine's last boot is known to be dead only if the disk belongs to this
+machine.
 """
 
 import contextlib
@@ -45,13 +44,11 @@ logger = logging.getLogger(__name__)
 OWNER_FILE = "owner.json"
 _OWNERS = "owners"
 LEASE_FILES = frozenset({"lock", OWNER_FILE, _OWNERS})
-"""What a folder holds that was locked, and nothing else."""
+"""The files in a locked, otherwise empty folder."""
 HEARTBEAT_SECONDS = 5.0
 TAKE_OVER_VARIABLE = "TTRL_TAKE_OVER"
 _WATCHED_BEATS = 3.2
-"""How long another machine's owner is watched for a heartbeat before it is taken for silent, in
-beats.
-"""
+"""Beats to watch another machine's owner for a heartbeat before calling it silent."""
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _ONE_MACHINE = {
@@ -69,13 +66,12 @@ _ONE_MACHINE = {
     "overlay",
 }
 _ONE_MACHINE |= {"fuse.fuse-overlayfs", "vfat", "exfat", "ntfs3", "fuseblk"}
-"""File systems that no other machine writes to at the same time."""
+"""File systems with a single writing machine at a time."""
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Lease(ABC):
-    """This process's hold on a run: its name in an owner.json, and a heartbeat as a sign of life.
-    Use `held`.
+    """This process's hold on a run: its name in an owner.json, and a heartbeat. Use `held`.
 
     what: the run folder or mirror, in messages. Subclasses read and write the file.
     """
@@ -85,47 +81,46 @@ class Lease(ABC):
         self._beat_seconds = beat_seconds
         self.owner = Owner()
         self.epoch = 0
-        """Which owner of the run this process is; 0 where it is none."""
+        """This process's number among the run's owners; 0 for none."""
         self.lost_to: Owner | None = None
-        """Who has taken over."""
+        """The new owner after a takeover."""
 
     @abstractmethod
     def read(self) -> Owner | None:
-        """Return the owner; None where there is none."""
+        """Return the owner; None without one."""
 
     @abstractmethod
     def is_gone(self, owner: Owner) -> bool:
-        """Tell whether an owner without a sign of life is known to be dead."""
+        """Tell whether an owner without a heartbeat is known to be dead."""
 
     @abstractmethod
     def sign(self) -> None:
-        """Make this process the owner. Raises RunFolderError where another was quicker."""
+        """Make this process the owner. Raises RunFolderError if another was quicker."""
 
     @abstractmethod
     def beat(self, number: int) -> None:
-        """Move what `pulse` returns."""
+        """Change the value of `pulse`."""
 
     @abstractmethod
     def pulse(self) -> object:
-        """Return what moves as long as the owner lives; None where it has left."""
+        """Return a value changing while the owner lives; None after it has left."""
 
     @abstractmethod
     def other(self) -> Owner | None:
-        """Return the process that has signed since, even if it has left again; None if there is
+        """Return the latest process to sign since, even if it has left again; None if there is
         none.
         """
 
     @abstractmethod
     def leave(self) -> None:
-        """Say that this process is no longer the owner."""
+        """Record the end of this process's ownership."""
 
     @contextlib.contextmanager
     def held(self, *, take_over: bool = False) -> Iterator[None]:
-        """Hold the run until the block ends. Raises RunFolderError where another process is alive,
-        or may be.
+        """Hold the run until the block ends. Raises RunFolderError if another process is alive, or
+        may be.
 
-        take_over: also from an owner on another machine that gives no sign of life; it may only be
-            cut off.
+        take_over: also from a silent owner on another machine; it may only be disconnected.
         """
         owner = self.read()
         if owner is not None:
@@ -140,7 +135,7 @@ class Lease(ABC):
             self.epoch = 0
 
     def is_ours(self) -> bool:
-        """Tell whether no other process has taken over, which is final. A file that cannot be read
+        """Tell whether no other process has taken over; a takeover is final. An unreadable file
         names no other.
         """
         if self.epoch and self.lost_to is None and (other := self.other()) is not None:
@@ -153,14 +148,14 @@ class Lease(ABC):
         return self.lost_to is None
 
     def in_use_by(self, owner: Owner | None) -> RunFolderInUseError:
-        """Return what is said where `owner` is alive."""
+        """Return the error for a living `owner`."""
         return RunFolderInUseError(
             f"{self._what} is in use by another process ({owner or 'an unknown owner'}); wait for "
             "it, or stop it"
         )
 
     def _judge(self, owner: Owner, *, take_over: bool) -> None:
-        """Raise RunFolderError where `owner` is alive, or may be."""
+        """Raise RunFolderError if `owner` is alive, or may be."""
         lives = self._lives(owner)
         if lives:
             raise self.in_use_by(owner)
@@ -181,12 +176,12 @@ class Lease(ABC):
         logger.warning("%s is taken over from %s", self._what, owner)
 
     def _lives(self, owner: Owner) -> bool | None:
-        """Tell whether an owner lives; None where only its heartbeat can say."""
+        """Tell whether an owner lives; None if only its heartbeat can tell."""
         return owner.lives()
 
     def _pulse_moves(self) -> bool:
         seen = self.pulse()
-        # Looks, not seconds: where all stood still for a while, the owner did, too.
+        # Counts looks, not seconds: if everything stalled for a while, the owner did, too.
         for _ in range(round(8 * _WATCHED_BEATS)):
             time.sleep(self._beat_seconds / 8)
             now = self.pulse()
@@ -196,7 +191,7 @@ class Lease(ABC):
 
     @contextlib.contextmanager
     def _heartbeat(self) -> Iterator[None]:
-        """Beat until the block ends, and leave."""
+        """Beat until the block ends, then leave."""
         ended = threading.Event()
         beating = threading.Thread(
             target=self._beat_until, args=(ended,), name="run owner", daemon=True
@@ -230,11 +225,11 @@ class FolderLease(Lease):
         self._path = folder / OWNER_FILE
         self._owners = folder / _OWNERS
         self._place: Path | None = None
-        """Where this owner writes its markers first; None while the folder is not held."""
+        """This owner's folder for new markers; None while the run folder is not held."""
         self._earlier: list[int] = []
         self._has_flock = False
         self.token = ""
-        """A random name of this run folder, while it is held."""
+        """A random name of this run folder, while held."""
 
     @contextlib.contextmanager
     def held(self, *, take_over: bool = False) -> Iterator[None]:
@@ -247,7 +242,7 @@ class FolderLease(Lease):
                 f"{self._folder} cannot be a run folder: {error.strerror}; choose another one"
             ) from error
         with file:
-            # Before the owner is read: later ones have not been judged, and may be alive.
+            # Read before the owner: later ones are not judged yet, and may be alive.
             self._earlier = self._epochs()
             self._has_flock = self._flock(file)
             try:
@@ -258,14 +253,14 @@ class FolderLease(Lease):
                 self._place = None
 
     def create(self, path: Path, text: str) -> None:
-        """Make a marker. Raises RunFolderError where another process has taken over, or has made
-        it; StorageError.
+        """Make a marker. Raises RunFolderError if another process has taken over, or has made it;
+        StorageError.
         """
         self.check()
         try:
             made = again(lambda: create_text(path, text, self._place))
         except StorageError:
-            self.check()  # gone with the place from which it gets its name
+            self.check()  # the source of the link is gone
             raise
         if not made:
             raise RunFolderError(
@@ -276,7 +271,7 @@ class FolderLease(Lease):
             )
 
     def check(self) -> None:
-        """Raise RunFolderError where another process has taken the folder over."""
+        """Raise RunFolderError if another process has taken the folder over."""
         if not self.is_ours():
             raise RunFolderError(
                 f"{self._folder} was taken over by another process "
@@ -286,29 +281,29 @@ class FolderLease(Lease):
             )
 
     def discard(self) -> None:
-        """Remove the folder, held by this process, with all that is in it."""
+        """Remove the folder, held by this process, with its content."""
         self.check()
         assert self.epoch, "only a folder that is held can be discarded"
         self.epoch = 0  # nothing is left to own or to take over
         shutil.rmtree(self._folder)
 
     def lift(self, epoch: int) -> None:
-        """Go on as a later owner, where the run's mirror knows of more of them. Raises
-        RunFolderError where another process has taken the folder over.
+        """Continue as a later owner if the run's mirror has seen more of them. Raises
+        RunFolderError if another process has taken the folder over.
         """
         self.check()
         if self.epoch:
             self.epoch = max(epoch, self.epoch)
 
     def read(self) -> Owner | None:
-        """Return the owner; None where there is none."""
+        """Return the owner; None without one."""
         with contextlib.suppress(OSError, ValueError):
             return parse_owner(again(lambda: self._path.read_text(encoding="utf-8")))
         return None
 
     def is_gone(self, owner: Owner) -> bool:
-        """Tell whether the disk belongs to this machine alone. Clients of an NFS server on this
-        machine give signs of life.
+        """Tell whether the disk belongs to this machine only. NFS clients on this machine send
+        heartbeats.
         """
         return self._has_flock and _only_here(self._folder)
 
@@ -321,10 +316,10 @@ class FolderLease(Lease):
             again(place.mkdir)
             for epoch in self._earlier:
                 _remove(self._owners / str(epoch))
-            # A later owner has removed an earlier place of this number.
+            # A later owner has removed an earlier folder of this number.
             if max(self._epochs(), default=0) != self.epoch:
                 raise self.in_use_by(self.read())
-            # Not where somebody has taken over: then the folder that it comes from is gone.
+            # Fails after a takeover: its source folder is then gone.
             write_text(
                 place / OWNER_FILE, json_text(msgspec.to_builtins(self.owner)), durable=False
             )
@@ -340,37 +335,37 @@ class FolderLease(Lease):
             ) from error
 
     def beat(self, number: int) -> None:
-        """Move the file's time of change."""
+        """Update the file's modification time."""
         os.utime(self._path)
 
     def pulse(self) -> int | None:
-        """Return the file's time of change. Only its own clock counts, so clocks that differ do no
-        harm.
+        """Return the file's modification time. It depends on one clock only, so differing clocks do
+        no harm.
         """
         try:
-            # Opened anew each time: that is what makes NFS look at the server's.
+            # Reopened each time: this makes NFS ask the server.
             with open(self._path, "rb") as file:
                 return os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return None
 
     def other(self) -> Owner | None:
-        """Return the process that has removed our place, or has signed since."""
+        """Return the process behind our folder's removal, or a later signature."""
         owner = self.read()
         if not self._has_place():
             return owner or Owner()
-        # Of an older ttrl.
+        # From an older ttrl.
         if owner is None or owner.token == self.owner.token:
             return None
         return owner
 
     def leave(self) -> None:
-        """Move owner.json away, not remove it: it could be another's by now."""
+        """Move owner.json away instead of removing it: it could be another's by now."""
         assert self._place is not None
         os.replace(self._path, self._place / OWNER_FILE)
 
     def _lives(self, owner: Owner) -> bool | None:
-        # The lock would name it as alive if it were.
+        # The lock would show if it were alive.
         if self._has_flock and owner.same_boot():
             return False
         return super()._lives(owner)
@@ -394,7 +389,7 @@ class FolderLease(Lease):
         return True
 
     def _flock(self, file: IO[str]) -> bool:
-        """Lock the file; return False where the file system has no such locks."""
+        """Lock the file; return False if the file system has no such locks."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -413,9 +408,7 @@ class FolderLease(Lease):
 
 
 def _only_here(folder: Path) -> bool:
-    """Tell whether a folder is on a file system of this machine alone; False where that is
-    unknown.
-    """
+    """Tell whether a folder is on a file system of this machine only; False if unknown."""
     real = os.path.realpath(folder)
     kinds: dict[str, str] = {}
     with (
@@ -428,20 +421,20 @@ def _only_here(folder: Path) -> bool:
                 r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), mount.split(" ")[4]
             )
             if os.path.commonpath([place, real]) == place:
-                # A later one covers an earlier one of the same place.
+                # A later mount covers an earlier one at the same place.
                 kinds[place] = kind.split(" ")[0]
     return bool(kinds) and kinds[max(kinds, key=len)] in _ONE_MACHINE
 
 
 def _remove(place: Path) -> None:
-    """Remove the folder of an earlier owner, which may be writing in it. Only what the file server
-    says counts, not a look.
+    """Remove the folder of an earlier owner, perhaps still writing in it. Only the file server's
+    answers count, not a listing.
     """
     for _ in range(100):
         try:
             with contextlib.suppress(FileNotFoundError):
                 for name in again(lambda: os.listdir(place)):
-                    os.unlink(place / name)  # EBUSY: NFS keeps one that is open under another name
+                    os.unlink(place / name)  # EBUSY: NFS keeps an open file under another name
             os.rmdir(place)
         except FileNotFoundError:
             return
@@ -463,7 +456,7 @@ def _remove(place: Path) -> None:
 
 
 def _token_in(file: IO[str]) -> str:
-    """Return the token in `lock`, written there by the first that holds it."""
+    """Return the token in `lock`, written there by its first holder."""
     with contextlib.suppress(OSError, ValueError):
         token = file.read(64)
         if not token:

@@ -1,6 +1,4 @@
-"""The line of metrics.jsonl of an iteration, put together from what its phases left in their
-markers.
-"""
+"""Build an iteration's line of metrics.jsonl from the markers of its phases."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -34,14 +32,14 @@ from ttrl.run_folder.recent_noise import WINDOW, recent_noise
 from ttrl.system.files import write_json
 
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
-"""The phases that an iteration may have, in their order."""
+"""The possible phases of an iteration, in order."""
 TOO_LONG_WORDS = {"too_long": "too long", "truncated": "cut off", "extended": "in longer rows"}
-"""What `PackedTensors.dropped` counts of samples that are longer than a row, for people."""
+"""Keys of `PackedTensors.dropped` for samples longer than a row, in words for people."""
 _ADDED_UP = ("flops", "seconds", "padding_tokens", "logical_tokens")
 
 
 def metrics_row(iteration: IterationFolder) -> MetricsRow:
-    """Return what the phases of an iteration left, as far as they are done."""
+    """Return the metrics from an iteration's finished phases."""
     prepared = iteration.marker(PrepareFacts) or PrepareFacts()
     sampled = iteration.marker(RolloutsFacts) or RolloutsFacts()
     packed = iteration.marker(PackFacts) or PackFacts()
@@ -121,10 +119,10 @@ def _with_validation(row: MetricsRow, held_out: ValidateFacts) -> MetricsRow:
 def _server(
     iteration: IterationFolder, sampled: RolloutsFacts, peak: float | None
 ) -> ServerFigures:
-    """Return the servers' speed while they sampled; empty where it is not known.
+    """Return the servers' speed during sampling; empty if unknown.
 
-    Beside an iteration's samples they may have written the held-out ones of the policy before: the
-    phase that ended last has counted both.
+    They may have written the previous policy's held-out samples at the same time: the phase to end
+    last has counted both.
     """
     flops = sampled.flops
     before = _sibling(iteration, iteration.number - 1)
@@ -141,7 +139,7 @@ def _server(
 
 def _training(steps: Sequence[Step], *, unchanged: bool) -> TrainFigures:
     """Return means and sums over the optimizer steps of an iteration."""
-    # Steps that were skipped have no loss; some have no KL yet.
+    # Skipped steps have no loss; some have no KL yet.
     taken = [step for step in steps if step.skipped is None]
     means = {}
     for name in StepMeans.__struct_fields__:
@@ -167,8 +165,8 @@ def _training(steps: Sequence[Step], *, unchanged: bool) -> TrainFigures:
 
 
 def _flops(sampled: RolloutsFacts, held_out: ValidateFacts, steps: Sequence[Step]) -> Flops:
-    """Return what the phases computed: to read and to write the rollouts, for held-out samples, and
-    in training, by part.
+    """Return the phases' FLOPs by part: prefill and decode of the rollouts, held-out samples, and
+    training.
     """
     parts: dict[str, float] = {}
     if sampled.flops is not None:
@@ -183,9 +181,7 @@ def _flops(sampled: RolloutsFacts, held_out: ValidateFacts, steps: Sequence[Step
 
 
 def _recent_steps(iteration: IterationFolder) -> list[Step]:
-    """Return the last optimizer steps, as many as are averaged, of this iteration and those before
-    it.
-    """
+    """Return the last optimizer steps of this and earlier iterations, as many as are averaged."""
     steps: list[Step] = []
     for earlier in range(iteration.number, 0, -1):
         trained = _sibling(iteration, earlier).marker(TrainFacts) or TrainFacts()
@@ -196,7 +192,7 @@ def _recent_steps(iteration: IterationFolder) -> list[Step]:
 
 
 def _same_weights(iteration: IterationFolder) -> bool:
-    """Return whether training left every file of weights as it was, bit for bit."""
+    """Return whether training left every weight file unchanged, bit for bit."""
     after = iteration.weights("train")
     for earlier in range(iteration.number - 1, -1, -1):
         before = _sibling(iteration, earlier)
@@ -214,14 +210,14 @@ def _sibling(iteration: IterationFolder, number: int) -> IterationFolder:
 def _together(
     how: Callable[[list[float]], float], parts: Sequence[dict[str, float] | None]
 ) -> dict[str, float] | None:
-    """Return a mapping that steps have, over all of them; None where none has it."""
+    """Combine a mapping over all steps; None if no step has it."""
     known = [part for part in parts if part]
     keys = dict.fromkeys(key for part in known for key in part)
     return {key: how([part[key] for part in known if key in part]) for key in keys} or None
 
 
 def validation_metric(row: MetricsRow, config: TrainConfig) -> float | None:
-    """Return the number by which a run is judged, from one metrics row."""
+    """Return the run's validation metric from one metrics row."""
     return number(row.held_out(config.validation_metric))
 
 
@@ -235,8 +231,8 @@ STATE_FILE = "loggers.json"
 
 
 def forget_rows(folder: Path, first: int) -> None:
-    """Make loggers log the rows of the iterations from `first` on again, which are done again.
-    Raises StorageError.
+    """Make loggers log the rows of the iterations from `first` on again, since these are done
+    again. Raises StorageError.
     """
     state = folder / "logs" / STATE_FILE
     seen = read_seen(state)
@@ -245,7 +241,7 @@ def forget_rows(folder: Path, first: int) -> None:
 
 
 def read_seen(state: Path) -> dict[str, int]:
-    """Return the last iteration that each logger was given."""
+    """Return the last iteration given to each logger."""
     try:
         return {
             str(name): int(last)

@@ -1,15 +1,15 @@
-"""A copy of the run folder in an object store, made while the run goes on, phase by phase.
+"""Copy the run folder to an object store during the run, phase by phase.
 
-What a finished phase wrote is uploaded first, its marker last: whatever has a marker there is there
-as a whole. Checkpoints and states that the rules of pruning no longer keep are removed there too,
-once everything newer is safe. It happens in the background, with new tries after growing pauses. A
-store that is slow, full or gone stops no run but one all of whose servers fetch adapters from it
-(`Mirror.publish`): it is said once, and at its end the run waits for the store, for a while, and
-says how far behind the copy is then.
+The files of a finished phase are uploaded first, its marker last: a phase with a marker is complete
+in the store. Checkpoints and states outside the pruning rules are removed there too, once
+everything newer is safe. All this happens in the background, with retries after growing pauses. A
+slow, full or missing store stops no run, except one with all servers fetching adapters from it
+(`Mirror.publish`). The problem is reported once. At its end the run waits for the store, for a
+while, and then reports the copy's delay.
 
-A machine that has nothing of the run takes from the store what is needed to go on
-(`ttrl.run_folder.mirror_resume`). owner.json in the store keeps two machines from going on at the
-same time, as the run folder's own does on one (`ttrl.run_folder.lease`).
+A machine without the run's files takes from the store only the needed ones
+(`ttrl.run_folder.mirror_resume`). owner.json in the store prevents two machines from continuing at
+the same time, like the run folder's own on one machine (`ttrl.run_folder.lease`).
 """
 
 import contextlib
@@ -51,20 +51,20 @@ _OF_PHASES = {
 }
 _OF_PHASES |= {"trainer_logprobs.safetensors", "weights.json"}
 _NOT_MIRRORED = LEASE_FILES | {"rollouts.partial.jsonl"} | _OF_PHASES
-_PATIENT_TRIES = 8  # a minute where a store refuses at once, more where it does not answer
+_PATIENT_TRIES = 8  # a minute if a store refuses at once, more if it does not answer
 _PRUNED = ("checkpoint", "state")
 MIRRORED_SUFFIXES = {".yaml", ".json", ".jsonl", ".html", ".log"}
-"""Of files that no marker names."""
+"""Of files named by no marker."""
 LOG_BYTES = 2**20
-"""What of a log in logs/ is copied: its end."""
+"""Bytes copied from the end of each log in logs/."""
 
 
 class StoreLease(Lease):
-    """The lease of a mirror, for a process that holds the run folder.
+    """The lease of a mirror, for the holder of the run folder.
 
-    Its heartbeat is a number in owner.json. The file stays when the owner leaves, since a machine
+    Its heartbeat is a number in owner.json. The file stays after the owner leaves, since a machine
     may have slept meanwhile. It is written only over the content last read or written here: of two
-    processes that take over at once, one fails.
+    simultaneous takeovers, one fails.
     """
 
     def __init__(self, store: MirrorStore, folder: FolderLease) -> None:
@@ -72,11 +72,11 @@ class StoreLease(Lease):
         self._store = store
         self._folder = folder
         self._tag: Tag | None = None
-        """Of the file that was looked at, or is ours."""
+        """Tag of the file last read, or of ours."""
         self._epoch_there = 0
 
     def read(self) -> Owner | None:
-        """Return the owner; None where there is none."""
+        """Return the owner; None without one."""
         data, self._tag = self._store.patiently(lambda: self._store.read_tagged(OWNER_FILE))
         owner = parse_owner(data)
         self._epoch_there = epoch_of(data)
@@ -87,7 +87,7 @@ class StoreLease(Lease):
     pulse = read
 
     def is_gone(self, owner: Owner) -> bool:
-        """Tell whether an owner held this run folder, which is ours now."""
+        """Tell whether an owner held this run folder, now ours."""
         return self._folder.token != "" and owner.folder == self._folder.token
 
     def sign(self) -> None:
@@ -103,9 +103,7 @@ class StoreLease(Lease):
         self._put(replace(self.owner, beat=number))
 
     def _put(self, owner: Owner) -> bool:
-        """Write our record over the one that we know; return whether it is there. Raises
-        OSError.
-        """
+        """Write our record over the known one; return whether it is there. Raises OSError."""
         content = msgspec.json.encode(owner)
         tag = self._store.swap(OWNER_FILE, content, self._tag)
         if tag is None:
@@ -123,7 +121,7 @@ class StoreLease(Lease):
         return True
 
     def other(self) -> Owner | None:
-        """Return the process that has signed since; None if there is none."""
+        """Return the latest process to sign since; None if there is none."""
         owner = parse_owner(self._store.read(OWNER_FILE))
         if owner is None or owner.token == self.owner.token:
             return None
@@ -135,14 +133,12 @@ class StoreLease(Lease):
 
 
 def epoch_of(data: bytes | str | None) -> int:
-    """Return the epoch that a marker or an owner's record names; 0 where it names none, as those of
-    an older ttrl.
-    """
+    """Return the epoch in a marker or an owner's record; 0 without one, as from an older ttrl."""
     return (parse_owner(data) or Owner()).epoch
 
 
 class Mirror:
-    """Follows one run folder, which this process holds. Use `following`, with `lease` held."""
+    """Follow one run folder, held by this process. Use `following`, with `lease` held."""
 
     def __init__(self, store: MirrorStore, folder: RunFolder, config: TrainConfig) -> None:
         self.store = store
@@ -150,17 +146,15 @@ class Mirror:
         self._config = config
         self.lease = StoreLease(store, folder.lease)
         self._remote: set[str] = set()
-        """Keys that are known to be there."""
+        """Keys known to be in the store."""
         self._is_listed = False
         self._uploaded: dict[str, Any] = {}
-        """What of each file was uploaded by this process: the digest that its marker gives, or size
-        and time of change.
+        """Uploads of this process by file: the digest in its marker, or size and modification time.
         """
         self._locks: dict[str, threading.Lock] = {}
         self._publishing = threading.Lock()
         self._published: tuple[list[Any], dict[Path, tuple[int, str]]] = ([], {})
-        """Files, sizes and times of what was stored last before its phase was finished, and its
-        digests.
+        """Files, sizes and times of the last upload before the end of its phase, and its digests.
         """
         self._wake, self._ended = threading.Event(), threading.Event()
         self._problem: str | None = None
@@ -168,9 +162,9 @@ class Mirror:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Upload in the background until the block ends, and then what is left; after an error, for
-        one try. What goes wrong is said and never raised, but for one thing: once another machine
-        has taken over, no further phase can be finished here.
+        """Upload in the background until the block ends, then upload the rest; after an error, for
+        one try. Failures are reported and never raised, with one exception: after another machine's
+        takeover, no further phase can be finished here.
         """
         before = self._folder.on_mark
         self._folder.on_mark = self._marked
@@ -189,7 +183,7 @@ class Mirror:
             self._last_passes(patience)
 
     def status(self) -> str | None:
-        """Return what is wrong, in words; None where the copy is complete."""
+        """Describe the problem; None if the copy is complete."""
         other = self.lease.lost_to
         if other is None:
             why = self._problem
@@ -204,9 +198,7 @@ class Mirror:
         return f"the mirror {self.store.shown} is behind: {behind}" + (f" ({why})" if why else "")
 
     def bring_checkpoint(self, number: int) -> None:
-        """Take iteration `number`'s checkpoint from the mirror if it is not here; warn where that
-        fails.
-        """
+        """Take iteration `number`'s checkpoint from the mirror if missing here; warn on failure."""
         if self._folder.iteration(number).path.joinpath("checkpoint").exists():
             return
         try:
@@ -220,8 +212,8 @@ class Mirror:
             )
 
     def publish(self, folder: Path) -> dict[str, tuple[int, str]]:
-        """Store the files of a folder of the run now, not when its phase is finished; return their
-        sizes and SHA-256 by key. May be called by several threads. Raises OSError after some tries.
+        """Store the files of a run's folder before the end of its phase; return their sizes and
+        SHA-256 by key. Several threads may call this. Raises OSError after some tries.
         """
         with self._publishing:
             if not self.store.patiently(self.lease.is_ours, _PATIENT_TRIES):
@@ -256,7 +248,7 @@ class Mirror:
         failures = 0
         while not self._ended.is_set():
             if failures:
-                # Whatever is finished meanwhile.
+                # Even if phases finish meanwhile.
                 self._ended.wait(self.store.pause_before(failures))
             else:
                 self._wake.wait()
@@ -279,9 +271,7 @@ class Mirror:
             logger.warning("%s; the run folder %s has everything", status, self._folder.path)
 
     def _try_pass(self) -> bool:
-        """Bring the copy up to date, where this process may still write it; return False where
-        something failed.
-        """
+        """Update the copy, if this process may still write it; return False if something failed."""
         try:
             if self.lease.is_ours():
                 self._pass()
@@ -299,12 +289,12 @@ class Mirror:
         return True
 
     def _pass(self) -> None:
-        """Make the copy what the run folder is now. Raises OSError."""
+        """Make the copy equal to the run folder. Raises OSError."""
         if not self._is_listed:
             self._remote.update(self.store.keys())
             self._is_listed = True
-        # Before the markers are looked at: what metrics.jsonl says of an iteration is then backed
-        # by the markers that follow.
+        # Read before the markers: the markers uploaded next then back every iteration in
+        # metrics.jsonl.
         others = {path: path.read_bytes() for path in self._unmarked_files(self._folder.path)}
         rows = self._folder.metrics()
         newest = rows[-1].iteration if rows else -1
@@ -336,9 +326,7 @@ class Mirror:
                         self._uploaded.pop(key, None)
 
     def _pending(self) -> list[tuple[str, Path]]:
-        """Return the markers that are not there yet, in the order in which their phases were
-        finished.
-        """
+        """Return the missing markers, in the order of their phases' ends."""
         found = []
         for path in self._folder.path.glob("iterations/*/done/[!.]*.json"):
             key = self._key(path)
@@ -349,7 +337,7 @@ class Mirror:
     def _upload_phase(self, marker: Path) -> None:
         iteration = marker.parent.parent
         for name, sha in parse(Marker, marker.read_bytes()).files.items():
-            # One that is gone was pruned in this moment: it is not wanted there either.
+            # A missing one was pruned in this moment: it is not wanted there either.
             with contextlib.suppress(FileNotFoundError):
                 self._upload(self._key(iteration / name), iteration / name, sha)
         for path in self._unmarked_files(iteration):
@@ -359,8 +347,9 @@ class Mirror:
         self._create(self._key(marker), marker.read_bytes())
 
     def _create(self, key: str, content: bytes) -> None:
-        """Upload a marker, where there is none, or one that an earlier owner, which went on after
-        it was taken over, left since then. Raises RunFolderError for any other."""
+        """Upload a marker if there is none, or only one from an earlier owner still running after
+        its replacement. Raises RunFolderError for any other.
+        """
         if not self.lease.is_ours():
             return
         if self.store.swap(key, content, None) is None:
@@ -377,8 +366,8 @@ class Mirror:
         self._remote.add(key)
 
     def _upload_logs(self) -> None:
-        """Upload the ends of the logs below this machine's name: all that is left of one that
-        vanishes.
+        """Upload the ends of the logs below this machine's name: the only trace of a vanished
+        machine.
         """
         for path in sorted(self._folder.path.glob("logs/*.log")):
             try:
@@ -395,7 +384,7 @@ class Mirror:
             )
 
     def _upload(self, key: str, content: Path | bytes, identity: object) -> None:
-        # What is published is just being followed, too.
+        # Following may run at the same time as publishing.
         with self._locks.setdefault(key, threading.Lock()):
             if self._uploaded.get(key) != identity:
                 self.store.write(key, content)
@@ -404,8 +393,8 @@ class Mirror:
 
     @staticmethod
     def _unmarked_files(folder: Path) -> list[Path]:
-        """Return the files right in `folder` that no phase's marker will name; nothing else that
-        lies there, such as keys.
+        """Return the files directly in `folder` outside all phases' markers, without foreign ones
+        such as keys.
         """
         return sorted(
             path
@@ -438,9 +427,8 @@ class Mirror:
 
 
 def with_local_run(config: TrainConfig) -> TrainConfig:
-    """Return a config whose run is a folder: where it was an address, runs/NAME of the current
-    folder, with the address as its mirror. Raises ConfigError, also for addresses of it and of the
-    cache that carry credentials.
+    """Return a config with a folder as its run. An address becomes the mirror of runs/NAME in the
+    current folder. Raises ConfigError, also for addresses of run or cache with credentials.
     """
     if "://" in config.run:
         if config.mirror is not None:
@@ -453,7 +441,7 @@ def with_local_run(config: TrainConfig) -> TrainConfig:
     addresses = {"mirror": config.mirror} | {
         f"cache[{number}]": address for number, address in enumerate(config.cache)
     }
-    # They would stand in config.yaml, and in the mirror.
+    # They would appear in config.yaml, and in the mirror.
     problems = [
         f"{name} {redact(address)!r} carries credentials; give them in the environment only, see "
         "docs/reference/cache.md"
@@ -474,13 +462,13 @@ def mirrored(
     redo: int | None = None,
     store_class: type[MirrorStore] = MirrorStore,
 ) -> Iterator[Mirror | None]:
-    """Mirror a run whose folder this process holds: take from the mirror what is missing here, then
-    follow the folder until the end of the block. Yields None where the run has no mirror. redo: the
-    iteration from which on both are to be thrown away before that (`ttrl.run_folder.redo`).
+    """Mirror a run with its folder held by this process: take missing files from the mirror, then
+    follow the folder until the end of the block. Yields None without a mirror. redo: the first
+    iteration to throw away in both before this (`ttrl.run_folder.redo`).
 
-    Raises UserError for an address that cannot be one, RunFolderError where the mirror is of
-    another run or somebody else goes on with this one, StorageError where it cannot be read at the
-    start: what is in it can then not be told.
+    Raises UserError for an impossible address; RunFolderError if the mirror is of another run or
+    another process continues this one; StorageError if it cannot be read at the start, since its
+    content is then unknown.
     """
     if config.mirror is None:
         if redo is not None:

@@ -1,17 +1,16 @@
-"""What a machine takes from a run's mirror before it goes on: of another machine's work, only what
-the next iterations need.
+"""Take from a run's mirror the files needed for the next iterations, before continuing on a
+machine.
 
-No two markers are alike (they hold times), so two copies of a run are told apart by them: of the
-markers here and there, one set must be the beginning of the other. Where the mirror is ahead, this
-is taken:
+No two markers are alike (they hold times), so they distinguish two copies of a run: of the markers
+here and there, one set must be the beginning of the other. If the mirror is ahead, this is taken:
 
-    all markers, and the files right in the run folder
-    checkpoint and state of the newest policy, and of the one before where they are there
+    all markers, and the files directly in the run folder
+    checkpoint and state of the newest policy, and of the one before if present
     everything else of the last two iterations, and of those since that policy
 
-Everything else stays only in the mirror. Where the newest policy's checkpoint is not there as a
-whole (it was pruned here before it could be uploaded, or the run ended in between), the run goes on
-from the newest that is.
+Everything else stays in the mirror. The newest policy's checkpoint may be incomplete (pruned here
+before its upload, or the run ended in between). The run then continues from the newest complete
+one.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ _READERS = 16
 """Markers are small, and many after a long run."""
 _POLICY_FOLDERS = ("checkpoint/", "state/")
 _NOT_TAKEN = {"owner.json", "metrics.jsonl"}
-_TAKEN_SUFFIXES = {".yaml", ".json", ".jsonl", ".html"}  # whatever else lies in that place
+_TAKEN_SUFFIXES = {".yaml", ".json", ".jsonl", ".html"}  # excludes any foreign files
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,9 @@ class MirroredMarker:
 
 
 def take_from(store: MirrorStore, folder: RunFolder) -> None:
-    """Bring the run folder, which this process holds, to where the mirror is, if that is further.
-    Raises RunFolderError where the two are copies of different runs, or where the mirror holds
-    nothing to go on from; OSError, StorageError.
+    """Bring the run folder, held by this process, up to the mirror's state, if further ahead.
+    Raises RunFolderError if they are copies of different runs, or if the mirror holds no starting
+    point; OSError, StorageError.
     """
     sizes = store.patiently(store.keys)
     here = {
@@ -75,8 +74,7 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
     }
     keys = {key for key in sizes if key.startswith("iterations/") and "/done/" in key}
     ahead = bool(keys - here.keys())
-    # Where there is nothing to take, the newest of both tells enough: after a difference,
-    # everything differs.
+    # With nothing to take, the newest of both is enough: after a difference, everything differs.
     read = keys if ahead else sorted(keys, key=lambda key: _finished(key, here[key]))[-1:]
     with ThreadPoolExecutor(_READERS) as pool:
         there = dict(zip(read, pool.map(lambda key: _read_marker(store, key), read), strict=True))
@@ -86,7 +84,7 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
     markers, dropped = _usable(store, list(there.values()), sizes)
     missing = [marker for marker in markers if marker.key not in here]
     logger.warning("%s: taking %d finished phases from %s", folder.path, len(missing), store.shown)
-    if dropped:  # first of all: a copy must always be the beginning of what follows
+    if dropped:  # before all else: a copy must always be the beginning of later ones
         logger.warning(
             "%s: the last %d phases there are not whole and are done again",
             store.shown,
@@ -104,7 +102,7 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
 
 
 def fetch_folder(store: MirrorStore, folder: RunFolder, number: int, name: str) -> None:
-    """Take one more folder of an iteration as a whole. Raises OSError where it is not all there,
+    """Take one more folder of an iteration as a whole. Raises OSError if it is incomplete,
     RunFolderError.
     """
     iteration = folder.iteration(number)
@@ -163,8 +161,8 @@ def _check_same_run(
     there: dict[str, MirroredMarker],
     keys: set[str],
 ) -> None:
-    """Raise RunFolderError where neither copy is the beginning of the other. keys: all markers
-    there; `there`: those read.
+    """Raise RunFolderError if neither copy is the beginning of the other. keys: all markers there;
+    `there`: those read.
     """
     different = sorted(key for key in here.keys() & there.keys() if here[key] != there[key].text)
     only_here = here.keys() - keys
@@ -181,7 +179,7 @@ def _check_same_run(
 def _usable(
     store: MirrorStore, markers: list[MirroredMarker], sizes: dict[str, int]
 ) -> tuple[list[MirroredMarker], list[MirroredMarker]]:
-    """Return the markers up to the newest policy that is there as a whole, and those after it."""
+    """Return the markers up to the newest complete policy, and those after it."""
     policies = sorted(
         (marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration
     )
@@ -198,7 +196,7 @@ def _usable(
     )
     if lost is None:
         return markers, []
-    # What came before the training that is lost stays: it was sampled from policies up to `whole`.
+    # Keep the phases before the lost training: their samples come from policies up to `whole`.
     kept = [
         m
         for m in markers
@@ -208,7 +206,7 @@ def _usable(
 
 
 def _wanted(markers: list[MirroredMarker], sizes: dict[str, int]) -> dict[str, str]:
-    """Return the digests by key of what is to be taken."""
+    """Return the digests of the files to take, by key."""
     last = max(marker.iteration for marker in markers)
     policies = sorted(
         (marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration
@@ -229,9 +227,7 @@ def _wanted(markers: list[MirroredMarker], sizes: dict[str, int]) -> dict[str, s
 
 
 def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[MirroredMarker]) -> None:
-    """Take the lines of iterations whose policy is there; the rest is put together from the
-    markers.
-    """
+    """Take the lines of iterations with an available policy; rebuild the rest from markers."""
     data = store.patiently(lambda: store.read("metrics.jsonl"))
     newest = max(marker.iteration for marker in markers if marker.phase in ("prepare", "train"))
     kept = []
@@ -244,8 +240,8 @@ def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[MirroredM
 
 
 def _fetch(store: MirrorStore, target: Path, key: str, size: int, sha: str | None) -> None:
-    """Take one file, unless it is here already. Raises RunFolderError where it is not what its
-    marker says.
+    """Take one file, unless it is here already. Raises RunFolderError if it differs from its
+    marker.
     """
     if sha is not None and target.is_file() and digest(target) == sha:
         return

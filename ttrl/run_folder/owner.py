@@ -25,7 +25,7 @@ _HIDDEN = "…"
 _OPTION = re.compile(r"-[A-Za-z]|--[a-z][a-z0-9_-]{1,40}")
 _SHOWN_OPTIONS = {"ttrl", "--run", "--model", "--preset", "--seed", "--iterations", "--overfit"}
 _SHOWN_OPTIONS |= {"--weight-sync", "--nproc-per-node"}
-"""What recipes call their harmless options (`ttrl.cli.recipe_script`)."""
+"""The recipes' names for their harmless options (`ttrl.cli.recipe_script`)."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-]{1,120}")
 """No address: it may hold a key in its path, and a query."""
 
@@ -48,7 +48,7 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
     folder: str = ""
     """The token of the run folder, in a mirror."""
     beat: int = 0
-    """What moves in a mirror as long as the owner lives."""
+    """Changes in a mirror while the owner lives."""
     released: bool = False
     """Whether the owner of a mirror has left."""
 
@@ -65,14 +65,14 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.boot != "" and self.boot == boot_id()
 
     def lives(self) -> bool | None:
-        """Tell whether the owner lives; None where its pid means nothing here."""
+        """Tell whether the owner lives; None if its pid means nothing here."""
         if not self.same_boot() or self.pid_namespace != _pid_namespace():
             return None
         return process_id(self.pid) == (self.pid, self.process_start)
 
 
 def describe_process() -> Owner:
-    """Return the owner that this process would be."""
+    """Return this process as an owner."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container without a name for its user
@@ -102,11 +102,11 @@ def parse_owner(data: bytes | str | None) -> Owner | None:
 
 
 def shown_words(words: Sequence[str]) -> list[str]:
-    """Return a command line for a file that others may read: whatever could be a secret is `…`.
+    """Return a command line for a file readable by others: any possible secret becomes `…`.
 
     Any word can be one: scripts have options of their own, and a key looks like any other value. So
-    only names of options are shown, and values of the options that ttrl gives its own recipes,
-    where they read like a path, a name or a number.
+    show only names of options, and values of ttrl's own recipe options if they read like a path, a
+    name or a number.
     """
     program = Path(words[0])
     shown = [program.name]
@@ -135,7 +135,7 @@ def _value(option: str, value: str) -> str:
 
 
 def _pid_namespace() -> str:
-    """Return the name of the namespace in which pids mean something; "" where unknown."""
+    """Return the name of the namespace of our pids; "" if unknown."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""

@@ -1,11 +1,10 @@
-"""Which checkpoints and optimizer states a run keeps: the newest n, the best k, every n-th. Markers
-always stay.
+"""Choose the checkpoints and optimizer states to keep: the newest n, the best k, every n-th.
+Markers always stay.
 
-Never removed: the newest policy, whatever the rules say, and what it takes to train the last two
-iterations again (so `keep_checkpoints` is at least 3). Policies that are being trained, sampled or
-synced are newer than those, so no server and no trainer reads what is removed. Each folder
-disappears in one step (`ttrl.system.files.remove_folder`), and a pruning that was cut off is made
-up for by the next one.
+Two things are never removed: the newest policy, whatever the rules, and the files needed to retrain
+the last two iterations (so `keep_checkpoints` is at least 3). Policies in training, sampling or
+sync are newer than those, so no server and no trainer reads a removed one. Each folder disappears
+in one step (`ttrl.system.files.remove_folder`). The next pruning completes an interrupted one.
 """
 
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from ttrl.run_folder.metrics import validation_metric
 
 @dataclass(frozen=True)
 class Kept:
-    """Iterations whose checkpoint, and whose state, stays."""
+    """Iterations with a kept checkpoint, and with a kept state."""
 
     checkpoints: frozenset[int]
     states: frozenset[int]
@@ -28,8 +27,9 @@ class Kept:
 def kept_of(
     folder: RunFolder, rows: Iterable[MetricsRow], config: TrainConfig, newest: int
 ) -> Kept:
-    """Return what the rules of `config` keep after iteration `newest`, with the best told by `rows`
-    of metrics.jsonl; of later policies, everything is kept."""
+    """Return the iterations to keep after `newest` by the rules of `config`, with the best from
+    `rows` of metrics.jsonl; everything of later policies is kept.
+    """
     written = folder.written_until(newest)
     last = written[: config.keep_checkpoints]
     if config.keep_every is None:
@@ -40,8 +40,9 @@ def kept_of(
 
 
 def best_policies(folder: RunFolder, rows: Iterable[MetricsRow], config: TrainConfig) -> list[int]:
-    """Return the `keep_best` policies with the best validation metric among those that were
-    written, best first; of equals the newest."""
+    """Return the `keep_best` written policies with the best validation metric, best first; the
+    newest among equals.
+    """
     scored = [
         (value, row.iteration)
         for row in rows
@@ -61,15 +62,15 @@ def best_policies(folder: RunFolder, rows: Iterable[MetricsRow], config: TrainCo
 
 
 def prune(folder: RunFolder, rows: Iterable[MetricsRow], config: TrainConfig, newest: int) -> Kept:
-    """Remove what the rules do not keep; return what they do. Raises StorageError."""
+    """Remove everything outside the rules; return the kept ones. Raises StorageError."""
     kept = kept_of(folder, rows, config, newest)
     folder.remove(newest, kept.checkpoints, kept.states)
     return kept
 
 
 def most_kept(config: TrainConfig, iteration: int) -> tuple[int, int]:
-    """Return the most checkpoints and states while iteration `iteration` is trained; iteration 0's
-    are links, not counted.
+    """Return the most checkpoints and states during the training of `iteration`; iteration 0's are
+    links, not counted.
     """
     before = (iteration - 1) // config.save_every
     if config.keep_every is None:

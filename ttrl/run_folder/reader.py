@@ -1,8 +1,7 @@
-"""What a report says, read from a run folder: metrics by iteration, example conversations, words
-for numbers.
+"""Read a run folder for reports: metrics by iteration, example conversations, words for numbers.
 
-Everything may be missing: a run that stopped in its first iteration, one of an older version, a
-pruned file. Missing is None or an empty list here, and left out on the page.
+Anything may be missing: from a run stopped in its first iteration, an older version, a pruned file.
+Missing values are None or an empty list here, and left out on the page.
 """
 
 import copy
@@ -27,7 +26,7 @@ PHASES = ("sample", "pack", "train", "sync", "validate")
 
 @dataclass
 class RunData:
-    """A run folder's content, as far as it is there."""
+    """A run folder's content, as far as present."""
 
     folder: Path
     rows: list[MetricsRow]
@@ -46,14 +45,14 @@ class RunData:
         return [row for row in self.rows if row.iteration > 0]
 
     def column(self, pick: Pick) -> list[float | None]:
-        """Return one value per row; None where it is missing or not a finite number."""
+        """Return one value per row; None if missing or not a finite number."""
         return [number(pick(row)) for row in self.rows]
 
     def iteration_folder(self, iteration: int) -> Path:
         return self.folder / "iterations" / f"{iteration:04d}"
 
     def numbers_with(self, name: str) -> list[int]:
-        """Return the iterations of the metrics whose folder holds the file `name`."""
+        """Return the iterations of the metrics with a file `name` in their folder."""
         known = _FILES.setdefault((self.folder, name), set())
         for one in self.iterations:
             if one not in known and (self.iteration_folder(one) / name).exists():
@@ -62,8 +61,8 @@ class RunData:
 
 
 _FILES: dict[tuple[Path, str], set[int]] = {}
-"""Iterations that had a file when a report looked, so that a long run is not searched again:
-reported files are never removed.
+"""Iterations with the file at an earlier look. Saves searching a long run again: reported files are
+never removed.
 """
 
 
@@ -104,7 +103,7 @@ def _history(folder: Path) -> list[ConfigChange]:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file (JSON is YAML) as a dictionary; empty when it cannot be read."""
+    """Read a YAML or JSON file (JSON is YAML) as a dictionary; empty if unreadable."""
     try:
         stat = path.stat()
         return copy.deepcopy(_parsed(path, stat.st_mtime_ns, stat.st_size))
@@ -114,8 +113,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
-    """Parse a file once as long as it stays what it is: YAML takes longer to parse than the rest of
-    a run folder to look at.
+    """Parse a file once while it is unchanged: parsing YAML takes longer than looking at the rest
+    of a run folder.
     """
     value = read_yaml(path)
     if isinstance(value, dict):
@@ -124,7 +123,7 @@ def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
 
 
 def interval(row: MetricsRow, name: str) -> tuple[float, float] | None:
-    """Return the 95% interval of a held-out metric, or of the reward; None when it is not known."""
+    """Return the 95% interval of a held-out metric, or of the reward; None if unknown."""
     if row.validation_intervals is not None:
         return row.validation_intervals.get(name)
     share = number(row.held_out(name))
@@ -140,7 +139,7 @@ def interval(row: MetricsRow, name: str) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Metric:
-    """What is compared between start and end."""
+    """The metric compared between start and end."""
 
     name: str
     """"reward", or a metric of the graders."""
@@ -160,8 +159,8 @@ class Metric:
 
 
 def held_out_text(row: MetricsRow, name: str) -> str:
-    """Write a held-out metric, its interval, and how it was sampled: "0.484 (95%: 0.363 to 0.606;
-    greedy, 64 tasks)".
+    """Write a held-out metric, its interval, and its sampling: "0.484 (95%: 0.363 to 0.606; greedy,
+    64 tasks)".
     """
     span = interval(row, name)
     how = _sampling(row, name)
@@ -174,8 +173,8 @@ def held_out_text(row: MetricsRow, name: str) -> str:
 
 
 def held_out_sampling(run: RunData) -> str | None:
-    """Say how the newest held-out samples were drawn: "greedy, 64 tasks"; None for runs that did
-    not note it.
+    """Describe the sampling of the newest held-out samples: "greedy, 64 tasks"; None for runs
+    without a note of it.
     """
     metric = held_out_metric(run)
     name = "reward" if metric is None else metric.name
@@ -186,8 +185,9 @@ def held_out_sampling(run: RunData) -> str | None:
 
 
 def _sampling(row: MetricsRow, name: str) -> str | None:
-    """Say how a row's held-out samples were drawn, how many have no grade, and how many have the
-    metric if not all do: "greedy, 64 tasks, 3 samples failed, exact of 12 samples"."""
+    """Describe a row's held-out sampling, the ungraded samples, and the number with the metric if
+    not all: "greedy, 64 tasks, 3 samples failed, exact of 12 samples".
+    """
     if row.validation_sampling is None:
         return None
     parts = [row.validation_sampling]
@@ -200,8 +200,8 @@ def _sampling(row: MetricsRow, name: str) -> str | None:
 
 
 def held_out_metric(run: RunData) -> Metric | None:
-    """Return what the run's config calls its validation metric, else exact match, else the held-out
-    reward; None without any.
+    """Return the validation metric of the run's config, else exact match, else the held-out reward;
+    None without any.
     """
     names = [
         name
@@ -216,7 +216,7 @@ def held_out_metric(run: RunData) -> Metric | None:
 
 
 def phase_columns(run: RunData) -> dict[str, list[float | None]]:
-    """Return seconds per phase and row; "other" is what remains of the total."""
+    """Return seconds per phase and row; "other" is the rest of the total."""
     rows = [row.seconds.by_phase() for row in run.rows]
     columns: dict[str, list[float | None]] = {
         phase: [row.get(phase) for row in rows] for phase in PHASES
@@ -230,8 +230,8 @@ def phase_columns(run: RunData) -> dict[str, list[float | None]]:
 
 
 def total_seconds(run: RunData) -> float:
-    """Return the seconds of all rows together; phases that overlap count once, where the total of
-    an iteration is known.
+    """Return the total seconds of all rows; overlapping phases count once if an iteration's total
+    is known.
     """
     total = 0.0
     for row in run.rows:
@@ -244,7 +244,7 @@ def total_seconds(run: RunData) -> float:
 
 
 def model_name(run: RunData) -> str:
-    """Return what the config calls the model; "" where it does not."""
+    """Return the config's model; "" without one."""
     value = run.config.get("model")
     if isinstance(value, str):
         return value

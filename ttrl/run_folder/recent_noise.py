@@ -1,6 +1,6 @@
 """Average the gradient noise of optimizer steps, and derive the best batch from it.
 
-The estimates of single steps are those of ttrl.instruments.gradient_noise, as train.jsonl has them.
+The estimates of single steps are those of ttrl.instruments.gradient_noise, from train.jsonl.
 """
 
 import math
@@ -13,20 +13,19 @@ from ttrl.facts import GradientNoise, Step, StepNoise, number
 from ttrl.intervals import ratio_of_means
 
 WINDOW = 16
-"""Optimizer steps over which numerator and denominator are averaged."""
+"""Optimizer steps in the averages of numerator and denominator."""
 
 
 def recent_noise(steps: Sequence[Step]) -> GradientNoise:
-    """Average what the last `WINDOW` optimizer steps say, numerators and denominators apart. steps:
-    oldest first. Returns what metrics.jsonl says; empty where no step has any.
+    """Average the noise of the last `WINDOW` optimizer steps, numerators and denominators
+    separately. steps: oldest first. Returns the fields of metrics.jsonl; empty if no step has any.
 
-    scale: S/|G|² in prompts, the batch at which noise equals signal, and low, high: its 95%
-    interval (Fieller's, from the scatter between steps; high is left out where the signal may be
-    0). prompts: of a step, on the average. noise, signal, and share, S/(B|G|²), their ratio.
-    from_sketch: all of these are the sketch's, as no step has two pieces. from_samples: the share
-    of the noise that more samples of the same prompts would take away. layers: S/(B|G|²) of each
-    group of layers. best_samples, best_prompts, gain: `best_allocation` by positions that are
-    trained on.
+    scale: S/|G|² in prompts, the batch with noise equal to signal. low, high: its 95% interval
+    (Fieller's, from the scatter between steps; without high if the signal may be 0). prompts: of a
+    step, on average. noise, signal, and share, S/(B|G|²), their ratio. from_sketch: all of these
+    are the sketch's, as no step has two pieces. from_samples: the share of the noise removable by
+    more samples of the same prompts. layers: S/(B|G|²) of each group of layers. best_samples,
+    best_prompts, gain: `best_allocation` by trained positions.
     """
     known = [
         (step, step.gradient_noise)
@@ -69,7 +68,7 @@ def recent_noise(steps: Sequence[Step]) -> GradientNoise:
 
 
 class _Measured(NamedTuple):
-    """What a step says of its noise."""
+    """The noise of one step."""
 
     prompts: float
     noise: float
@@ -115,27 +114,26 @@ def _of_layers(steps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Allocation:
-    """How a budget is best divided into prompts and samples of each."""
+    """The best division of a budget into prompts and samples of each."""
 
     samples: int
     """Of each prompt."""
     prompts: int
-    """For the cost that was paid."""
+    """At the same cost."""
     gain: float
-    """Noise of the step as it is, over its noise then, for the same cost."""
+    """The step's present noise over its noise then, at the same cost."""
 
 
 def best_allocation(
     prompts: float, samples: float, from_samples: float, prompt_cost: float, sample_cost: float
 ) -> Allocation:
-    """Divide the cost of `prompts` × `samples` anew. from_samples: the share of the noise that
-    comes from samples; costs in any unit, such as tokens: of one more prompt, and of one more
-    sample.
+    """Divide the cost of `prompts` × `samples` optimally. from_samples: the samples' share of the
+    noise. Costs in any unit, such as tokens: of one more prompt, and of one more sample.
 
-    By (3), N prompts with M samples have n·cost = (P + E/M)·(c + M·d), whatever N is. It is least
-    at M = √(E·c / (P·d)): few samples where prompts are cheap or differ much, many where each
-    prompt is dear (Cochran, "Sampling techniques", section 10.6). At least two, without which there
-    is no advantage, and at least two prompts.
+    By (3), N prompts with M samples have n·cost = (P + E/M)·(c + M·d), for any N. It is least at M
+    = √(E·c / (P·d)): few samples if prompts are cheap or differ much, many if each prompt is dear
+    (Cochran, "Sampling techniques", section 10.6). At least two samples, since a single one has no
+    advantage, and at least two prompts.
     """
     between, within = 1 - from_samples, from_samples * samples  # in units of n·N
     cost = prompts * (prompt_cost + samples * sample_cost)

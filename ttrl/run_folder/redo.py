@@ -1,10 +1,9 @@
-"""Throws away the last iterations of a run so that they are done again: what a run that ended with
-DriftError needs, once the cause is gone. Only where it is asked for, by number, and only from an
-iteration on whose drift was found.
+"""Throw away the last iterations of a run to redo them: after a DriftError, once its cause is gone.
+Only on request, by number, and only from an iteration with detected drift.
 
-What goes: every iteration from that one on, with rollouts, checkpoint and markers, and their lines
-in metrics.jsonl; in the mirror first, so that nothing is taken from there again. Killed in between,
-the run is one that ended with the same error, or one that has less left to throw away.
+Every iteration from that one on goes, with rollouts, checkpoint, markers and its lines in
+metrics.jsonl. The mirror's files go first, or they would be fetched again. Killed in between, the
+run still ends with the same error, or has less left to throw away.
 """
 
 import logging
@@ -20,9 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def redo_asked(given: int | None) -> int | None:
-    """Return the iteration from which on a run is to be done again, by the caller or the
-    environment. Raises UserError.
-    """
+    """Return the first iteration to redo, from the caller or the environment. Raises UserError."""
     word = os.environ.get(REDO_VARIABLE, "").strip()
     if given is None and word:
         if not word.isdecimal():
@@ -42,10 +39,10 @@ def redo_asked(given: int | None) -> int | None:
 def throw_away(
     folder: RunFolder, config: TrainConfig, first: int, store: MirrorStore | None = None
 ) -> None:
-    """Remove the iterations from `first` on, here and in the mirror. Where `first` has no
-    drift.json, because it was thrown away before or the number is wrong, nothing is touched and a
-    warning says so. Raises RunFolderError where what the iteration starts from is no longer there;
-    OSError where the store cannot be changed.
+    """Remove the iterations from `first` on, here and in the mirror. Without a drift.json in
+    `first` (already thrown away, or a wrong number), change nothing and log a warning. Raises
+    RunFolderError if the iteration's starting point is missing; OSError if the store cannot be
+    changed.
     """
     iteration = folder.iteration(first)
     if not (iteration.path / DRIFT_FILE).is_file():
@@ -66,8 +63,8 @@ def throw_away(
         )
     if store is not None:
         keys = [key for key in store.patiently(store.keys) if _iteration_of(key) >= first]
-        # The last one first: a later marker is never there without those before. What has no marker
-        # is not there for anyone.
+        # The last one first: a later marker is never there without those before. A file without a
+        # marker does not exist for any reader.
         markers = sorted((key for key in keys if "/done/" in key), key=_order_of, reverse=True)
         store.patiently(lambda: store.remove(markers))
         store.patiently(lambda: store.remove(sorted(set(keys) - set(markers))))
@@ -86,7 +83,7 @@ def _order_of(key: str) -> tuple[int, int]:
 
 
 def _iteration_of(key: str) -> int:
-    """Return the iteration that a key belongs to; 0 for none."""
+    """Return the iteration of a key; 0 for none."""
     parts = key.split("/")
     if len(parts) > 2 and parts[0] == "iterations" and parts[1].isdigit():
         return int(parts[1])

@@ -1,4 +1,4 @@
-"""The tokens of a run as text, for people: by whichever of the run's tokenizers is still there."""
+"""Show a run's tokens as text for people, using any of the run's tokenizers still on disk."""
 
 import functools
 from collections.abc import Callable
@@ -12,8 +12,9 @@ FILE_NAME = "tokenizer.json"
 
 
 def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
-    """Return what turns token ids into text, by a tokenizer.json of a checkpoint (the iteration's
-    own first, but all are the same) or of the configured model; None without one."""
+    """Return a function from token ids to text, by a tokenizer.json of a checkpoint (the
+    iteration's own first, but all are the same) or of the configured model; None without one.
+    """
     folders = [run.iteration_folder(iteration) / "checkpoint"]
     folders += sorted((run.folder / "iterations").glob("*/checkpoint"), reverse=True)
     model = model_name(run)
@@ -26,8 +27,8 @@ def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
 
 
 def folder_token_text(folder: Path) -> Callable[[int], str]:
-    """Return the same for one model folder, or for a tokenizer.json. Raises ModelFolderError where
-    it cannot be read.
+    """Return the same for one model folder, or for a tokenizer.json. Raises ModelFolderError if it
+    cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -55,7 +56,7 @@ def _text(tokenizer: Any, token: int) -> str:
                 f"⟨{ord(c) - 0xDC00:02X}⟩" if 0xDC80 <= ord(c) < 0xDD00 else c
                 for c in data.decode("utf-8", "surrogateescape")
             )
-    # Decoders leave out the space before the first word of a text.
+    # Decoders drop the space before the first word of a text.
     if piece.startswith("▁") and not text.startswith(" "):
         return " " + text
     return text
@@ -63,9 +64,7 @@ def _text(tokenizer: Any, token: int) -> str:
 
 @functools.cache
 def _byte_letters() -> dict[str, int]:
-    """Return the bytes by the letters that byte-level tokenizers write for them, in the order that
-    GPT-2 gave them.
-    """
+    """Return the bytes by their letters in byte-level tokenizers, in GPT-2's order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

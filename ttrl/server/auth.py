@@ -1,22 +1,22 @@
-"""ASGI middleware for a vLLM server: ask for the API key on every path, and refuse requests for
-weights that it does not have.
+"""Guard a vLLM server as ASGI middleware: ask for the API key on every path, and refuse requests
+for weights it does not have.
 
-vLLM's own key guards only some paths: the development endpoints, which weight sync needs, run any
+vLLM's own key guards only some paths: the development endpoints, needed by weight sync, run any
 method of the worker for any local user, and /metrics, /tokenize and /invocations are open as well.
-vLLM loads this class in its own process through `--middleware` and adds it last, so that it runs
-first. It imports next to nothing: neither torch nor the rest of ttrl.
+vLLM loads this class in its own process through `--middleware`. It is added last, so it runs first.
+It imports next to nothing: neither torch nor the rest of ttrl.
 
-The fence. A client that was told that a server has certain weights says so in each request (header
-X-TTRL-Weights). A server answers such requests while it is open to those weights: from the proof of
-a sync until the next sync begins, or until the server is restarted. So a server that died during
-the rollouts and came back with other weights answers 503, which clients treat as a server that is
-down, until it is synced. If it is closed during an answer, that is not sent, or is cut short: a
-part of it may come from other weights. Requests without the header pass. The state is a file, since
-vLLM may have several API servers; it is removed before each start.
+The fence. A client names the server's expected weights in each request (header X-TTRL-Weights). A
+server answers such requests while it is open to those weights: from the proof of a sync until the
+next sync begins, or until the server restarts. After a crash during the rollouts it comes back with
+other weights. Until its next sync it then answers 503, and clients treat it as a server that is
+down. Closing the fence during an answer suppresses the answer or cuts it short: a part may come
+from other weights. Requests without the header pass. The state is a file, since vLLM may have
+several API servers; each start removes it first.
 
-Who joins a server asks for a proof, an HMAC of a number of its own, before it sends it anything,
-and never sends the key itself but one that is derived from it for this server: whoever takes a
-server's address learns at most that, which opens no other one.
+Joining. Before a client sends a server anything, it asks for a proof, an HMAC of its own number. It
+never sends the key itself, only one derived from it for this server: an impostor at a server's
+address learns only this derived key, which opens no other server.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from typing import Any
 
 KEY_VARIABLE = "VLLM_API_KEY"
 OPEN_PATHS = frozenset({"/health"})
-"""Says only "up", and is asked by monitors that do not have the key."""
+"""Says only "up", for monitors without the key."""
 FENCE_VARIABLE = "TTRL_WEIGHTS_FILE"
 FENCE_PATH = "/ttrl/weights"
-"""GET returns {"weights": those it is open to, or null, "chat_template": its digest, if it is
+"""GET returns {"weights": the weights it is open to, or null, "chat_template": its digest, if
 known}; POST, with the header, opens it to those; DELETE closes it."""
 FENCE_HEADER = "X-TTRL-Weights"
 NAME_VARIABLE = "TTRL_SERVER_NAME"
 TEMPLATE_VARIABLE = "TTRL_CHAT_TEMPLATE"
-"""SHA-256 of the chat template with which the server writes prompts."""
+"""SHA-256 of the chat template for the server's prompts."""
 PROOF_PATH = "/ttrl/proof"
 """GET ?NUMBER, without a key: {"name": the server's, "proof": derived(key, "proof", NUMBER, name)}.
 """
@@ -52,16 +52,15 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def derived(key: str, *words: str) -> str:
-    """Return what only those who know the key can say of these words; it does not tell the key."""
+    """Return an HMAC of these words; it proves knowledge of the key without revealing it."""
     return hmac.new(key.encode(), "\n".join(words).encode(), "sha256").hexdigest()
 
 
 class RequireKey:
-    """Answers 401 to every request without `Authorization: Bearer KEY`, where KEY is the
-    environment variable VLLM_API_KEY or derived from it for this server.
+    """Answer 401 to every request without `Authorization: Bearer KEY`. KEY is the environment
+    variable VLLM_API_KEY, or derived from it for this server.
 
-    Raises RuntimeError if there is no key: a server that was meant to be closed must not start
-    open.
+    Raises RuntimeError without a key: a server meant to be closed must not start open.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -131,8 +130,8 @@ class RequireKey:
         await self._app(scope, receive, send_while_open)
 
     def _opened(self) -> tuple[int, int] | None:
-        """Return what changes whenever the fence does; cheaper than reading it, as this runs for
-        each part of a stream.
+        """Return a stamp of the fence's state; cheaper than reading it, as this runs for each part
+        of a stream.
         """
         try:
             found = os.stat(self._fence or os.devnull)
@@ -177,8 +176,7 @@ class RequireKey:
         for place, (name, value) in enumerate(scope["headers"]):
             if name.lower() == b"authorization":
                 scheme, _, given = value.partition(b" ")
-                # Digests have one length, and comparing them takes the same time whatever was
-                # given.
+                # Digests have one length, so comparing them takes the same time for any input.
                 found = hashlib.sha256(given).digest()
                 if scheme.lower() != b"bearer" or not any(
                     [hmac.compare_digest(found, right) for right in self._digests]

@@ -1,7 +1,7 @@
-"""The chat template of a model folder, and a model folder with another one.
+"""Read a model folder's chat template, and make a model folder with another one.
 
-The setting `chat_template` replaces it by a folder of links to the model's files, with the new
-template among them. Whatever reads the folder then agrees: server, tokenization, checkpoints, the
+The setting `chat_template` replaces the template by a folder of links to the model's files, plus
+the new template. All readers of the folder then agree: server, tokenization, checkpoints, the
 digests of caches and of joined servers.
 """
 
@@ -24,18 +24,18 @@ TEMPLATE_FILE = "chat_template.jinja"
 _NAMED = "additional_chat_templates"
 _JINJA = ("{{", "{%")
 _OTHER_TEMPLATES = (TEMPLATE_FILE, "chat_template.json", _NAMED)
-"""What transformers would read besides the new template."""
+"""Other template files transformers would read."""
 _MISTRAL = ("tekken.json", "tokenizer.model.v*")
-"""Files of Mistral's own tokenizer, with which vLLM writes prompts without any template."""
+"""Files of Mistral's own tokenizer; with it vLLM writes prompts without any template."""
 
 Templates = str | Mapping[str, str]
 """A template, or several by name, such as "default" and "tool_use"."""
 
 
 def read_chat_template(given: str) -> str:
-    """Return the template that a setting holds, or that is in the file that it names.
+    """Return the template in a setting, or in its file.
 
-    Raises UserError for a file that cannot be read, and for what is no template of messages.
+    Raises UserError for an unreadable file, and for anything but a template of messages.
     """
     text = given
     place = "chat_template"
@@ -54,7 +54,7 @@ def read_chat_template(given: str) -> str:
 
 
 def is_with_mistral_tokenizer(model: str | os.PathLike[str]) -> bool:
-    """Tell whether a model comes with the files of Mistral's own tokenizer, which vLLM prefers."""
+    """Tell whether a model has the files of Mistral's own tokenizer, vLLM's first choice."""
     folder = Path(model)
     if folder.is_dir():
         return any(any(folder.glob(pattern)) for pattern in _MISTRAL)
@@ -62,7 +62,7 @@ def is_with_mistral_tokenizer(model: str | os.PathLike[str]) -> bool:
 
 
 def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
-    """Return the chat template that transformers takes from a model's files; None without one."""
+    """Return the chat template of a model's files, as transformers chooses it; None without one."""
     templates = {}
     file = small_file(model, TEMPLATE_FILE)
     if file is not None:
@@ -83,7 +83,7 @@ def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
 
 
 def json_file(model: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """Return a file of a model; {} where it is missing or holds something else."""
+    """Return a JSON file of a model; {} if it is missing or holds something else."""
     file = small_file(model, name)
     with contextlib.suppress(OSError, ValueError):
         if file is not None:
@@ -96,7 +96,7 @@ def json_file(model: str | os.PathLike[str], name: str) -> dict[str, Any]:
 
 
 def template_digest(model: str | os.PathLike[str]) -> str:
-    """Return SHA-256 of a model's default template, which a run compares with a joined server's."""
+    """Return SHA-256 of a model's default template, for a run to compare with a joined server's."""
     found = chat_template_of(model) or ""
     if isinstance(found, str):
         default = found
@@ -108,7 +108,7 @@ def template_digest(model: str | os.PathLike[str]) -> str:
 def with_chat_template(model: Path, template: str | None, folder: Path) -> Path:
     """Return `folder`: links to the files of `model`, and the template; `model` without one.
 
-    A folder that an earlier call made is used again if it is the same. Raises ModelFolderError.
+    Reuses an identical folder of an earlier call. Raises ModelFolderError.
     """
     if template is None:
         return model
@@ -128,8 +128,7 @@ def with_chat_template(model: Path, template: str | None, folder: Path) -> Path:
 def templated(model: str, given: str | None) -> Iterator[str]:
     """Yield the model's folder with another chat template for a while; `model` itself without one.
 
-    given: a template, or the file that it is in. Raises UserError, and ModelFolderError where the
-    model has to be downloaded and cannot be.
+    given: a template, or its file. Raises UserError, and ModelFolderError for a failed download.
     """
     if given is None:
         yield model

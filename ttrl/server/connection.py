@@ -1,5 +1,4 @@
-"""Talk to a vLLM server, whoever started it: one base URL, one key, and the weights that it is
-believed to have.
+"""Talk to a vLLM server, local or joined: one base URL, one key, and its presumed weights.
 
 `ttrl.server.vllm.VLLMServer` starts one here. A `JoinedServer` was started elsewhere (`ttrl serve`
 on another host, a machine of a Ray cluster).
@@ -26,23 +25,23 @@ from ttrl.server.model_folder import weights_digest
 from ttrl.text import gib
 
 ADAPTER_NAME = "policy-adapter"
-"""Name under which an adapter is served next to its base."""
-_MOST_BYTES = 2**28  # of an answer; none of those that are asked for here has a hundredth of that
+"""Served name of an adapter next to its base."""
+_MOST_BYTES = 2**28  # of an answer; none of those requested here has a hundredth of that
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it would let another server prove for this one that it knows the key."""
+    """Follow no redirect: another server could prove knowledge of the key in this one's name."""
 
     def redirect_request(self, *_args: Any, **_kwargs: Any) -> None:
         return None
 
 
 class ServerConnection:
-    """One vLLM server behind `ttrl.server.auth.RequireKey`: what there is to know about it, and
-    requests to it.
+    """Connect to one vLLM server behind `ttrl.server.auth.RequireKey`: its state, and requests to
+    it.
 
-    served_model_name: what its model is called.
-    dtype: what it computes in: "float32", "bfloat16", "float16" or "auto".
+    served_model_name: the name of its model.
+    dtype: its compute dtype: "float32", "bfloat16", "float16" or "auto".
     """
 
     worker_extension = True
@@ -60,11 +59,10 @@ class ServerConnection:
         self.dtype = dtype
         self.api_key = api_key
         self.policy_folder: str | os.PathLike[str] | None = None
-        """The checkpoint whose policy it computes with; None: the model that it was started with.
-        """
+        """The checkpoint of its policy; None: the model it was started with."""
         self.version: str | None = None
-        """The version that `open_to` was last called with."""
-        # Not through a proxy: the address is this machine's own, or one in the user's own network.
+        """The version of the last `open_to`."""
+        # No proxy: the address is this machine's own, or one in the user's own network.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
 
     @property
@@ -88,38 +86,35 @@ class ServerConnection:
 
     @property
     def model_name(self) -> str:
-        """The model that requests for the policy name: the served model, or the adapter next
-        to it.
-        """
+        """The model name in requests for the policy: the served model or its adapter."""
         if self.has_adapter:
             return ADAPTER_NAME
         return self.served_model_name
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the policy is an adapter next to the model that it was started with."""
+        """Whether the policy is an adapter next to the starting model."""
         if self.policy_folder is None:
             return False
         checkpoint = Path(self.policy_folder)
         return self.reads(checkpoint) != checkpoint
 
     def reads(self, checkpoint: Path) -> Path:
-        """Return what it reads of a checkpoint on a shared file system: all, or the adapter."""
+        """Return the part it reads of a checkpoint on a shared file system: all, or the adapter."""
         adapter = checkpoint / ADAPTER_FOLDER
         if self.serves_adapters and adapter.is_dir():
             return adapter
         return checkpoint
 
     def bring(self, checkpoint: Path) -> AbstractContextManager[Sequence[Path]]:
-        """Return where it can read a checkpoint's weights, or its adapter, as long as the context
-        lasts; the fastest place first. Raises ServerError.
+        """Return where it can read a checkpoint's weights, or its adapter, within the context; the
+        fastest place first. Raises ServerError.
         """
         return nullcontext([self.reads(checkpoint)])
 
     def endpoint(self, version: str | None = None) -> Endpoint:
-        """Return where `get_task_results` asks this server. Requests are for the weights of
-        `version`, by default those of the last `open_to`: the server refuses them when it has
-        others.
+        """Return this server's endpoint for `get_task_results`. Requests are for the weights of
+        `version`, by default the last `open_to`'s: the server refuses them if it has others.
         """
         version = self.version if version is None else version
         return Endpoint(
@@ -134,11 +129,10 @@ class ServerConnection:
         timeout: float = 300.0,
         headers: dict[str, str] | None = None,
     ) -> Any:
-        """Send one request with the key to `path` ("/v1/models"); returns the JSON answer, or text
-        if it is not JSON.
+        """Send one request with the key to `path` ("/v1/models"); return the JSON answer, or the
+        text if it is not JSON.
 
-        Raises ServerDiedError when the server is gone, ServerError for any other answer than
-        success.
+        Raises ServerDiedError if the server is gone, ServerError for any status but 200.
         """
         if not self.is_ready:
             self.check()
@@ -158,31 +152,30 @@ class ServerConnection:
             return text
 
     def close_to_all(self) -> None:
-        """Refuse requests that name weights from now on. Call it before weights are changed. Raises
+        """Refuse requests with named weights from now on. Call it before changing weights. Raises
         ServerError.
         """
         self.version = None
         self.request("DELETE", FENCE_PATH)
 
     def open_to(self, version: str) -> None:
-        """Answer requests for weights of this name from now on. Call it after a sync was proven.
+        """Answer requests for weights of this name from now on. Call it after the proof of a sync.
         Raises ServerError.
         """
         self.request("POST", FENCE_PATH, headers={FENCE_HEADER: version})
         self.version = version
 
     def open_version(self) -> str | None:
-        """Return which weights it answers for; None: for none, as after any start. Raises
+        """Return the name of the weights it answers for; None: closed, as after any start. Raises
         ServerError.
         """
         version: str | None = self.request("GET", FENCE_PATH, timeout=10.0)["weights"]
         return version
 
     def check_chat_template(self, model: Path) -> None:
-        """Raise WeightSyncError where the server writes prompts with another chat template than
-        that of `model`.
+        """Raise WeightSyncError if the server's chat template differs from the one of `model`.
 
-        An older server does not say which it has.
+        An older server does not report its template.
         """
         digest = self.request("GET", FENCE_PATH, timeout=10.0).get("chat_template")
         if digest not in (None, template_digest(model)):
@@ -194,8 +187,8 @@ class ServerConnection:
             )
 
     def weights_digest(self) -> str:
-        """Return a name for what this server computes with now, its weights and their dtype, for
-        the cache of `get_task_results`."""
+        """Return a name for this server's current weights and dtype, for the cache of
+        `get_task_results`."""
         if self.policy_folder is None:
             raise ServerError(f"nobody knows what {self.base_url} computes with; sync it first")
         return f"{weights_digest(self.policy_folder)}/{self.dtype}"
@@ -223,13 +216,13 @@ class ServerConnection:
         try:
             with self._opener.open(request, timeout=timeout) as answer:
                 found = bytearray()
-                while part := answer.read1(2**20):  # the socket's timeout is that of each part
+                while part := answer.read1(2**20):  # the socket's timeout applies to each part
                     found += part
                     if len(found) > _MOST_BYTES:
                         raise ConnectionError(f"it sent more than {gib(_MOST_BYTES)}")
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"its answer was not complete after {timeout:g} s")
-                if answer.length:  # a shorter one ends as a whole one does
+                if answer.length:  # a truncated answer ends like a whole one
                     raise ConnectionError(f"its answer ended {answer.length} bytes too early")
                 return answer.status, found.decode()
         except urllib.error.HTTPError as error:
@@ -237,7 +230,7 @@ class ServerConnection:
                 return error.code, error.read(2**20).decode(errors="replace")
         except urllib.error.URLError as error:
             raise error.reason if isinstance(error.reason, OSError) else error from None
-        # It died in the middle of an answer, or does not speak HTTP.
+        # It died during an answer, or does not speak HTTP.
         except http.client.HTTPException as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
@@ -247,14 +240,14 @@ Bring: TypeAlias = Callable[[ServerConnection, Path], AbstractContextManager[Seq
 
 
 class JoinedServer(ServerConnection):
-    """A server that was started elsewhere; its key comes from a file or the environment, never from
-    a config.
+    """Join a server started elsewhere; its key comes from a file or the environment, never from a
+    config.
 
-    root_url: "http://10.0.0.7:8000", as `ttrl serve` prints it. api_key: what it must prove to know
-    before it is asked anything; it is told one that is derived from it, for this server alone.
-    serves_adapters: it keeps its base and receives adapters. bring: brings checkpoints to its
-    machine; None: both share a file system. find: returns its address of now, and raises
-    ServerDiedError if it has none; None: it stays at `root_url`.
+    root_url: "http://10.0.0.7:8000", as `ttrl serve` prints it. api_key: the server must prove
+    knowledge of it before any other request; it receives only a key derived for this server.
+    serves_adapters: it keeps its base and receives adapters. bring: transfers checkpoints to its
+    machine; None: both share a file system. find: returns its current address, and raises
+    ServerDiedError without one; None: it stays at `root_url`.
     """
 
     def __init__(
@@ -285,11 +278,11 @@ class JoinedServer(ServerConnection):
 
     def check(self) -> None:
         """Raise ServerDiedError if it does not answer, its engine is dead, or it does not know the
-        key; it may be back later.
+        key; it may come back later.
         """
         if self._find is not None and (url := self._find()) != self._root_url:
             self._root_url = url
-            self.api_key = ""  # it has to prove again that it knows the key
+            self.api_key = ""  # it must prove its knowledge of the key again
         problem: str | None = None
         try:
             status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
@@ -313,14 +306,12 @@ class JoinedServer(ServerConnection):
 
     def close_to_all(self) -> None:
         if self.serves_adapters and self.open_version() is None:
-            # It was perhaps started anew since, and has no adapter any more.
+            # It may have restarted since, and lost its adapter.
             self.policy_folder = None
         super().close_to_all()
 
     def _prove(self) -> str | None:
-        """Have it prove that it knows the key, for a number that was never used; return what is
-        wrong, or None.
-        """
+        """Ask for a proof of the key, for a fresh random number; return the problem, or None."""
         number = secrets.token_hex(16)
         _, text = self._http("GET", f"{PROOF_PATH}?{number}", None, 10.0, with_key=False)
         try:

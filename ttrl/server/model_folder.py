@@ -1,5 +1,5 @@
-"""Check that a model folder is complete, before a server or a trainer is started and the answer
-hides in a long log.
+"""Check a model folder for completeness, before a server or a trainer starts and buries the error
+in a long log.
 """
 
 import hashlib
@@ -39,13 +39,12 @@ _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = True) -> Path | None:
-    """Check that `path` holds config, weights, tokenizer and, unless told otherwise, a chat
-    template.
+    """Check `path` for config, weights, tokenizer and, unless told otherwise, a chat template.
 
-    Returns the folder, or None for a name such as "org/name" that does not exist locally and is
-    left to the hub. An adapter alone (see `merge_adapter`) has the weights of its base. With tied
-    embeddings, an output head in the files must equal them.
-    Raises ModelFolderError that lists everything that is missing and says what to do.
+    Returns the folder, or None for a name such as "org/name" without a local folder, left to the
+    hub. An adapter without merged weights (see `merge_adapter`) has the weights of its base. With
+    tied embeddings, an output head in the files must equal them.
+    Raises ModelFolderError with all missing parts and the remedy.
     """
     folder = Path(path)
     if not folder.exists():
@@ -80,7 +79,7 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
 
 
 def check_model(model: str, *, chat_template: bool = True) -> None:
-    """Check that a model can be had: a complete folder, or a name that the hub knows.
+    """Check the availability of a model: a complete folder, or a name on the hub.
 
     Raises ModelFolderError, also for a folder without a chat template unless told otherwise.
     """
@@ -89,9 +88,7 @@ def check_model(model: str, *, chat_template: bool = True) -> None:
 
 
 def _check_hub(model: str) -> None:
-    """Raise ModelFolderError where the hub says no, or cannot be reached; a slow answer is no
-    answer.
-    """
+    """Raise ModelFolderError if the hub refuses, or cannot be reached; a timeout proves nothing."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
@@ -111,9 +108,7 @@ def _check_hub(model: str) -> None:
 
 
 def base_of_adapter(folder: Path) -> Path | None:
-    """Return the base that the adapter in a checkpoint of ours belongs to; None where there is no
-    adapter.
-    """
+    """Return the base of the adapter in a checkpoint of ours; None without an adapter."""
     base = (_read_json(folder / ADAPTER_FOLDER / ADAPTER_SETTINGS) or {}).get("lora_base")
     if base is None:
         return None
@@ -121,12 +116,12 @@ def base_of_adapter(folder: Path) -> Path | None:
 
 
 def merge_adapter(folder: Path, base: Path | None = None) -> None:
-    """Write the merged weights into a checkpoint that holds an adapter alone, for whoever needs
-    them whole; harmless anywhere else. A run whose servers are given adapters leaves it at those.
-    In a process of its own: it loads torch.
+    """Write the merged weights into a checkpoint with only an adapter, for readers of whole
+    weights; harmless elsewhere. Runs with adapters on their servers store only adapters. Uses a
+    process of its own: merging loads torch.
 
-    base: where the adapter's base is now, if not where it was. Raises ModelFolderError where the
-        base is gone, or the disk full.
+    base: the adapter's base, if moved. Raises ModelFolderError if the base is gone, or the disk
+        full.
     """
     if base_of_adapter(folder) is None or not _weight_problems(folder):
         return
@@ -147,9 +142,9 @@ def merge_adapter(folder: Path, base: Path | None = None) -> None:
 
 
 def local_folder(model: str, *, chat_template: bool = True) -> Path:
-    """Return a model's folder with whole weights; download it where `model` is a name on the hub.
+    """Return a model's folder with whole weights; download it if `model` is a name on the hub.
 
-    Raises ModelFolderError, also for one without a chat template unless told otherwise.
+    Raises ModelFolderError, also for a model without a chat template unless told otherwise.
     """
     folder = check_model_folder(model, chat_template=chat_template)
     if folder is None:
@@ -173,8 +168,8 @@ def local_folder(model: str, *, chat_template: bool = True) -> Path:
 
 
 def small_file(model: str | os.PathLike[str], name: str) -> Path | None:
-    """Return a file of a model other than its weights, from its folder or from the hub; None where
-    it cannot be had.
+    """Return a file of a model, other than weights, from its folder or the hub; None if
+    unavailable.
     """
     if Path(model).exists() or not _HUB_NAME.fullmatch(str(model)):
         path = Path(model, name)
@@ -197,8 +192,8 @@ NO_HUB = "this machine does not know its name (no network?), and it is not in th
 
 
 def hub_is_out_of_reach() -> bool:
-    """Return whether the hub's name is not known here, so that asking it would only cost half a
-    minute of attempts. Behind a proxy, the proxy knows."""
+    """Return whether the hub's name cannot be resolved here: asking the hub would then only cost
+    half a minute of attempts. Behind a proxy, the proxy resolves it."""
     if urllib.request.getproxies():
         return False
     try:
@@ -211,13 +206,12 @@ def hub_is_out_of_reach() -> bool:
 
 
 def weights_digest(path: str | os.PathLike[str]) -> str:
-    """Return a name that changes with anything a model folder computes: SHA-256 over its files'
-    names and contents.
+    """Return a name for all a model folder computes: SHA-256 over its files' names and contents.
 
-    Weights, config, tokenizer and chat template count, of an adapter alone itself and its base;
-    canary, logs, documents, and an adapter that is already merged do not. A name on the hub stands
-    for itself: hub revisions are not looked up. Reads every weight file once (about a second per
-    GB). Raises ModelFolderError.
+    Included: weights, config, tokenizer and chat template; for an unmerged adapter, itself and its
+    base. Excluded: canary, logs, documents and merged adapters. A name on the hub stands for
+    itself: hub revisions are not looked up. Reads every weight file once (about a second per GB).
+    Raises ModelFolderError.
     """
     folder = check_model_folder(path, chat_template=False)
     if folder is None:
@@ -239,9 +233,7 @@ def weights_digest(path: str | os.PathLike[str]) -> str:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Tell whether the folder's tokenizer has a chat template, in any of the places where
-    transformers looks.
-    """
+    """Tell whether the folder's tokenizer has a chat template, in any of transformers' places."""
     if (folder / "chat_template.jinja").is_file() or any(
         (folder / "additional_chat_templates").glob("*.jinja")
     ):
@@ -305,9 +297,7 @@ def _weight_problems(folder: Path) -> list[str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that are a model's weights: those that its index names, or
-    all.
-    """
+    """Return a model's safetensors files: those in its index, or all."""
     index = _read_json(folder / _INDEX_FILES[0])
     if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
         named = set(index["weight_map"].values())
@@ -320,7 +310,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def stored_dtype(folder: Path) -> str | None:
     """Return the dtype of most numbers in a model's weight files, under config.json's name for it;
-    None if it has no such files that can be read. A config.json can say another one."""
+    None without readable files. A config.json can claim another one."""
     counts: Counter[str] = Counter()
     for path in weight_files(folder):
         try:

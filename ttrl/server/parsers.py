@@ -1,15 +1,15 @@
-"""Choose vLLM's parser of tool calls for a model, by how its chat template writes calls.
+"""Choose vLLM's parser of tool calls for a model, by the form of calls in its chat template.
 
 vLLM refuses requests with tools unless it is started with `--enable-auto-tool-choice` and
-`--tool-call-parser NAME`. Each parser reads one form of calls. So the chat template is the
-evidence: it is rendered with a tool and a call of that tool, and the text says which parser reads
-it. A form that is not in the table has no parser. Sources, for vLLM 0.32: its pages
-docs/features/tool_calling.md and docs/features/reasoning_outputs.md, and the code in
-vllm/tool_parsers, which says what tokenizers must have.
+`--tool-call-parser NAME`. Each parser reads one form of calls. The chat template is the evidence:
+the text of a rendered tool call determines the parser. A form outside the table has no parser.
+Sources, for vLLM 0.32: its pages docs/features/tool_calling.md and
+docs/features/reasoning_outputs.md, and the code in vllm/tool_parsers, for the tokens required of
+tokenizers.
 
-A parser of reasoning is chosen only if asked for (`reasoning_parser` is "auto"). It takes the
-thinking out of a reply's content, which would change what graders read, and an agent that does not
-send it back would have its earlier turns rendered without it.
+A parser of reasoning is chosen only on request (`reasoning_parser` is "auto"). It removes the
+thinking from a reply's content. This would change the graders' input, and agents dropping the
+thinking would have their earlier turns rendered without it.
 """
 
 import json
@@ -30,7 +30,7 @@ from ttrl.server.chat_template import (
 from ttrl.server.model_folder import small_file
 
 AUTO = "auto"
-"""As the name of a parser: the one that fits the model."""
+"""As the name of a parser: the one matching the model."""
 _OFF = (None, "", "none")
 _NAME = "ttrl_look"
 _ARGUMENT = "ttrl_at"
@@ -57,13 +57,13 @@ _CALL = {
 
 @dataclass(frozen=True)
 class _Form:
-    """A form of tool calls, and the parser that reads it."""
+    """Describe a form of tool calls, and its parser."""
 
     parser: str
     pattern: str
-    """Found in a conversation with a tool and its call, as the template writes it."""
+    """Matches a conversation with a tool and its call, rendered by the template."""
     tokens: tuple[str, ...] = ()
-    """What the tokenizer must have: without them vLLM ends at its start."""
+    """Tokens required of the tokenizer: without them vLLM ends at its start."""
 
 
 _DEEPSEEK = (
@@ -73,7 +73,7 @@ _DEEPSEEK = (
     "<｜tool▁call▁end｜>",
 )
 _FORMS = (
-    # Qwen 2.5 and 3, QwQ, Hermes 2 Pro and 3, and whoever took over their form
+    # Qwen 2.5 and 3, QwQ, Hermes 2 Pro and 3, and others with their form
     _Form("hermes", rf'<tool_call>\s*\{{"name": "{_NAME}", "arguments": \{{'),
     # Qwen3-Coder, Qwen 3.5
     _Form("qwen3_xml", rf"<tool_call>\s*<function={_NAME}>"),
@@ -112,20 +112,20 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class _Thinking:
-    """A family that thinks before it answers, and the parser that takes the thinking out."""
+    """Describe a family that thinks before it answers, and the parser to remove the thinking."""
 
     parser: str
     model_types: str
     """A pattern."""
     pattern: str
-    """Found in the source of the chat template."""
+    """Matches the source of the chat template."""
     tokens: tuple[str, ...] = ("<think>", "</think>")
 
 
 _THINKING = (
-    _Thinking("qwen3", r"qwen3.*", "<think>"),  # but Qwen3-Instruct-2507, which does not think
+    _Thinking("qwen3", r"qwen3.*", "<think>"),  # except Qwen3-Instruct-2507, which does not think
     _Thinking("glm45", r"glm4.*", "<think>"),
-    # QwQ, DeepSeek R1's distillations: the prompt opens the thinking, and the parser relies on that
+    # QwQ, DeepSeek R1's distillations: the prompt opens the thinking, and the parser relies on it
     _Thinking("deepseek_r1", r"qwen2|llama", r"add_generation_prompt.*<think>"),
     _Thinking("openai_gptoss", r"gpt_oss", r"<\|channel\|>", ()),
 )
@@ -133,21 +133,21 @@ _THINKING = (
 
 @dataclass(frozen=True)
 class Parsers:
-    """The parsers of a server."""
+    """Hold the parsers of a server."""
 
     arguments: Mapping[str, Any]
     """vLLM's, by name."""
     said: str
-    """What was chosen and why, in a line."""
+    """The choice and its reason, in a line."""
     problem: str | None = None
-    """Why vLLM would not start with these arguments."""
+    """Reason for vLLM to refuse these arguments."""
 
 
 def parsers_of(model: str | os.PathLike[str], given: Mapping[str, Any] | None = None) -> Parsers:
     """Return the parsers for a model folder or a name on the hub.
 
-    given: the user's arguments of vLLM. A parser that is named there is taken; None or "none"
-    stands for no parser. Raises nothing for a model that cannot be read: it has no parser.
+    given: the user's arguments of vLLM. A named parser is taken; None or "none" stands for no
+    parser. Raises nothing for an unreadable model: it has no parser.
     """
     named = {name.replace("_", "-"): value for name, value in (given or {}).items()}
     tools = named.get("tool-call-parser", AUTO)
@@ -190,11 +190,11 @@ def parsers_of(model: str | os.PathLike[str], given: Mapping[str, Any] | None = 
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What a model's files say of parsers."""
+    """Collect the evidence for parsers in a model's files."""
 
     parser: str | None = None
     why: str = ""
-    """Why there is no parser of calls."""
+    """Reason for no parser of calls."""
     thinking: str | None = None
 
     @classmethod
@@ -227,7 +227,7 @@ class _Evidence:
 
 @dataclass(frozen=True)
 class _FilesOfTokenizer:
-    """What a chat template needs of a tokenizer, read without loading transformers."""
+    """Hold the tokenizer fields a chat template needs, read without loading transformers."""
 
     chat_template: Templates
     name_or_path: str
@@ -247,9 +247,9 @@ class _FilesOfTokenizer:
 
 
 def _written(tokenizer: _FilesOfTokenizer) -> str | None:
-    """Return a conversation with a tool and a call of it; None where it does not show the tool.
+    """Return a conversation with a tool and a call of it; None if it does not show the tool.
 
-    Of a template that refuses calls, it is the prompt, which may say how to write them. Raises
+    For a template without calls: the prompt, perhaps with instructions for writing them. Raises
     ModelFolderError, TokenizationError.
     """
     template = ChatTemplate(tokenizer, [_TOOL])
@@ -283,7 +283,7 @@ def _thinking(model: str | os.PathLike[str], source: str) -> str | None:
 
 
 def _lacking(model: str | os.PathLike[str], tokens: Sequence[str]) -> list[str]:
-    """Return which of these tokens the tokenizer's files do not name."""
+    """Return the tokens missing from the tokenizer's files."""
     if not tokens:
         return []
     files = [small_file(model, name) for name in ("tokenizer.json", "tokenizer_config.json")]

@@ -1,15 +1,15 @@
-"""Run `ttrl serve`: a vLLM server on another host, which a run joins (`joined_servers` in its
+"""Run `ttrl serve`: a vLLM server on another host for runs to join (`joined_servers` in their
 config).
 
 It starts with any model of the right shape, and answers for no weights until a run has synced it.
 The run names checkpoint folders by their paths, so this host must find the run folder at the same
-path, on a file system that both share; or it starts with the run's own model, and fetches adapters
-to it from the run's mirror (`ttrl.server.sites`).
+path, on a shared file system. Alternatively it starts with the run's own model, and fetches
+adapters to it from the run's mirror (`ttrl.server.sites`).
 
-Whoever has the key can make the server load any folder that it can read, and more: vLLM's
-development endpoints run methods of the worker. So every path but /health asks for the key, the key
-is in a file that only its owner can read, and other hosts can reach the server only if an address
-was named. It speaks plain HTTP: use a network that you trust, or a tunnel.
+With the key, a client can make the server load any folder within its reach, and more: vLLM's
+development endpoints run methods of the worker. So every path but /health asks for the key, the
+key's file is readable only by its owner, and other hosts reach the server only at an explicit
+address. It speaks plain HTTP: use a trusted network, or a tunnel.
 """
 
 import contextlib
@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 
 SERVED_MODEL_NAME = "policy"
 _LORA_RANK = 64
-"""Of the largest adapter that a server takes, unless vLLM's max_lora_rank is given: it sets memory
-aside for it.
+"""Rank of the largest adapter a server takes, unless vLLM's max_lora_rank is given: vLLM sets
+memory aside for it.
 """
 _RESTARTS_WITHIN = 3600.0
-"""Seconds; a server that dies more than `most_restarts` times within them will not be mended by
-another start.
+"""Seconds; a server with more than `most_restarts` deaths within them will not be fixed by another
+start.
 """
 
 
 def read_or_make_key(path: Path) -> str:
-    """Return the key in `path`. If the file does not exist, it is made with a random key, readable
-    by its owner only.
+    """Return the key in `path`. A missing file is made with a random key, readable by its owner
+    only.
 
-    Raises UserError for a file that others may read, or that does not hold a key.
+    Raises UserError for a file readable by others, or without a key.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,12 +107,12 @@ def serve(
     look_seconds: float = 2.0,
     most_restarts: int = 5,
 ) -> None:
-    """Serve until interrupted; a server that dies is restarted at the same address, and again
-    answers for no weights.
+    """Serve until interrupted. A dead server restarts at the same address, and again answers for no
+    weights.
 
-    name: what clients may also call the model, which runs call "policy"; by default `model`.
+    name: another name for clients; runs call the model "policy"; by default `model`.
 
-    Raises UserError, ServerStartError, and ServerDiedError for one that keeps dying.
+    Raises UserError, ServerStartError, and ServerDiedError for a server with repeated deaths.
     """
     check_model_folder(model)
     if adapters_from is not None:
@@ -158,7 +158,7 @@ def serve(
                 f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic "
                 "sees the key and the text"
             )
-        # It reads all weights.
+        # In a thread: it reads all weights.
         threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()
         settings = f'joined_servers=["{address}"]' + (
             ', adapters="mirror"' if adapters_from is not None else ""
@@ -177,9 +177,7 @@ def keep_serving(
     look_seconds: float = 2.0,
     most_restarts: int = 5,
 ) -> None:
-    """Restart a server that was started whenever it died. Raises ServerDiedError for one that keeps
-    dying.
-    """
+    """Restart a started server after each death. Raises ServerDiedError after too many."""
     deaths: list[float] = []
     while True:
         time.sleep(look_seconds)

@@ -1,5 +1,5 @@
-"""Serve a model, however it is given: by the address of a running server, or by a folder or hub
-name, for which one is started."""
+"""Serve a model: by the address of a running server, or by a folder or hub name, with a server
+started for it."""
 
 import contextlib
 import os
@@ -21,20 +21,20 @@ from ttrl.server.vllm import VLLMServer
 KEY_VARIABLE = "OPENAI_API_KEY"
 _OWN_NAME = "policy"
 _ACCOUNT = {"OpenAI-Organization": "OPENAI_ORG_ID", "OpenAI-Project": "OPENAI_PROJECT_ID"}
-"""Headers and variables that name who pays, as OpenAI's own client sends and reads them."""
+"""Headers and variables of the paying account, as in OpenAI's own client."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model, and how to ask it."""
+    """Hold a model and its endpoint."""
 
     endpoint: Endpoint
     model: str
-    """The name under which it is served."""
+    """Its served name."""
     is_ours: bool
-    """True for a vLLM server that was started here: it returns token ids."""
+    """True for a vLLM server started here: it returns token ids."""
     parsers: str = ""
-    """What was chosen for it, in a line; of a server that was started here."""
+    """Its parsers, in a line; only for a server started here."""
 
 
 def is_address(model: str) -> bool:
@@ -43,8 +43,8 @@ def is_address(model: str) -> bool:
 
 
 def address_problem(model: str) -> str | None:
-    """Return what is wrong with an address, or None. A key in it would appear in every message and
-    file that names the server.
+    """Return the problem with an address, or None. A key in it would appear in every message and
+    file naming the server.
     """
     try:
         parts = urlsplit(model)
@@ -65,8 +65,8 @@ def address_problem(model: str) -> str | None:
 
 
 def default_dtype() -> str:
-    """Return the dtype of servers that are started for a model: float32 on CPU, where half
-    precision is slow and coarse, else vLLM's choice."""
+    """Return the dtype of servers started for a model: float32 on CPU, where half precision is slow
+    and coarse, else vLLM's choice."""
     if is_cpu_build():
         return "float32"
     return "auto"
@@ -85,15 +85,14 @@ def serving(
     log_path: str | os.PathLike[str] | None = None,
     start_timeout: float | None = None,
 ) -> Iterator[ServedModel]:
-    """Yield the server of an address, whose key is in the environment; or start a vLLM server for a
+    """Yield the server of an address, with its key in the environment; or start a vLLM server for a
     model, and stop it at the end.
 
-    name: the name under which an address serves the model; None: the first that it lists. dtype:
-        None: `default_dtype`.
-    chat_template: another one than the model's, a file or the text, for a server that is started
-    here. log_path: the log of the server that is started here; None: a file that is deleted with
-    it. Raises UserError for an address with a key in it; ServerError if nothing answers there, or
-    it serves no model of that name; and what VLLMServer raises.
+    name: the address's name for the model; None: the first it lists. dtype: None: `default_dtype`.
+    chat_template: a file or text instead of the model's own, for a server started here. log_path:
+    the log of a server started here; None: a file deleted with it. Raises UserError for an address
+    with a key in it; ServerError if nothing answers there, or the name is not served; and the
+    errors of VLLMServer.
     """
     if is_address(model):
         problem = address_problem(model)
@@ -135,8 +134,8 @@ def serving(
 
 
 def _served_name(address: str, key: str, name: str | None, key_variable: str) -> str:
-    """Return `name` if the server lists it (or cannot list any), or the first one listed if `name`
-    is None.
+    """Return `name` if the server lists it (or cannot list any), or the first listed if `name` is
+    None.
     """
     try:
         with openai.OpenAI(base_url=address, api_key=key, max_retries=1, timeout=20.0) as client:
@@ -147,7 +146,7 @@ def _served_name(address: str, key: str, name: str | None, key_variable: str) ->
             and isinstance(error, openai.APIStatusError)
             and error.status_code in (404, 405)
         ):
-            # Some providers list no models; a wrong name is then found by the first request.
+            # Some providers list no models; the first request then reports a wrong name.
             return name
         # `ttrl serve` says it itself.
         known = key_variable in str(error) or "ends in /v1" in str(error)

@@ -1,10 +1,10 @@
-"""Bring adapters to servers at other sites, which share no file system with the run: through the
-run's mirror in an object store.
+"""Transfer adapters to servers at other sites, without a shared file system: through the run's
+mirror in an object store.
 
-The run stores an iteration's adapter in its mirror, and tells the server what lies where, with
-sizes and SHA-256. The server's host, which named the mirror itself (`ttrl serve MODEL --adapters
-ADDRESS`), takes it from there into a folder of its own, where vLLM reads it. So the run sends an
-adapter once, however many servers there are. The base is held to the run's file by file.
+The run stores an iteration's adapter in its mirror, and tells the server the keys, sizes and
+SHA-256. The server's host, started with the mirror's address (`ttrl serve MODEL --adapters
+ADDRESS`), fetches it into a folder of its own, for vLLM to read. So the run sends an adapter once
+for any number of servers. The base is compared with the run's file by file.
 """
 
 import asyncio
@@ -31,24 +31,24 @@ from ttrl.system.object_store import redact
 from ttrl.text import gib
 
 ADAPTERS_PATH = "/ttrl/adapter"
-"""GET returns {"base": what `base_digests` says of the server's model}; POST of {KEY in the store:
-[bytes, SHA-256]} returns {"folder": where these are now}, or {"error": why they are not}."""
+"""GET returns {"base": `base_digests` of the server's model}; POST of {KEY in the store: [bytes,
+SHA-256]} returns {"folder": their local folder}, or {"error": the reason}."""
 ADAPTERS_VARIABLE = "TTRL_ADAPTERS"
-"""What `FetchAdapters` is given: JSON of [address of the store, folder for what comes from there,
-folder of the model].
+"""Input of `FetchAdapters`: JSON of [address of the store, folder for fetched files, folder of the
+model].
 """
-_NAME = re.compile(r"\w[\w.-]*\.(safetensors|json)")  # what vLLM reads without unpickling anything
+_NAME = re.compile(r"\w[\w.-]*\.(safetensors|json)")  # read by vLLM without unpickling
 _OF_BASE = re.compile(
     r"(config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges|chat_template|tekken)\..+"
 )
 _MOST_BYTES = 2**34  # of an adapter
-_FETCH_SECONDS, _SLOWEST = 120.0, 1e6  # and how many bytes a second are waited for beyond
+_FETCH_SECONDS, _SLOWEST = 120.0, 1e6  # plus a second for each of so many bytes
 _BASE_SECONDS = 1800.0
-# A quarter of a minute where the store refuses at once; the run waits for the answer.
+# A quarter of a minute if the store refuses at once; the run waits for the answer.
 _PATIENT_TRIES = 6
 
 Files = Mapping[str, tuple[int, str]]
-"""By key in the store: bytes, SHA-256."""
+"""Key in the store → (bytes, SHA-256)."""
 
 
 @contextmanager
@@ -59,9 +59,9 @@ def bring_adapter(
     publish: Callable[[Path], Files],
     base: Path,
 ) -> Iterator[list[Path]]:
-    """Give such a server a checkpoint's adapter, if there is one; yield where it reads that.
+    """Transfer a checkpoint's adapter, if any, to such a server; yield the server's folder of it.
 
-    publish: stores a folder of the run in its mirror, and returns what lies where; raises OSError.
+    publish: stores a folder of the run in its mirror, and returns its files' keys; raises OSError.
     base: the run's starting model. Raises WeightSyncError for a server with another base,
     ServerDiedError.
     """
@@ -86,7 +86,7 @@ def bring_adapter(
 
 
 def base_problem(server: ServerConnection, base: Path) -> str | None:
-    """Return what is wrong with the base that a server keeps under adapters. Raises ServerError."""
+    """Return the problem with a server's base under adapters. Raises ServerError."""
     there = _ask(server, "GET", None, _BASE_SECONDS)["base"]
     try:
         here = base_digests(base)
@@ -113,7 +113,7 @@ def _ask(server: ServerConnection, method: str, body: Any, seconds: float) -> An
             raise WeightSyncError(
                 f"{server.base_url} was not started with `ttrl serve MODEL --adapters ADDRESS`"
             ) from error
-        # Of its store, or of what is between: it may be back.
+        # A fault of its store, or of the network: it may recover.
         raise ServerDiedError(str(error)) from error
 
 
@@ -121,7 +121,7 @@ _digesting = threading.Lock()
 
 
 def base_digests(folder: Path) -> dict[str, str]:
-    """Return SHA-256 by name of what a model computes with: weights, config, tokenizer and chat
+    """Return SHA-256 by name of a model's files for computing: weights, config, tokenizer and chat
     template. Read once. Raises OSError."""
     with _digesting:
         return _base_digests(folder)
@@ -134,7 +134,7 @@ def _base_digests(folder: Path) -> dict[str, str]:
         *(file for file in folder.iterdir() if file.is_file() and _OF_BASE.fullmatch(file.name)),
     ]
     found = {file.name: digest(file) for file in files}
-    with suppress(OSError, ValueError):  # who has saved it does not matter
+    with suppress(OSError, ValueError):  # its saving version does not matter
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config.pop("transformers_version", None)
         found["config.json"] = hashlib.sha256(
@@ -144,9 +144,7 @@ def _base_digests(folder: Path) -> dict[str, str]:
 
 
 def check_store(address: str) -> None:
-    """Raise UserError where adapters cannot be read from this address; they need not be there
-    yet.
-    """
+    """Raise UserError if adapters cannot be read from this address; it may still be empty."""
     if redact(address) != address:
         raise UserError(
             f"--adapters {redact(address)} carries credentials, for all users to read; give them "
@@ -159,7 +157,7 @@ def check_store(address: str) -> None:
 
 
 class FetchAdapters:
-    """ASGI middleware of such a server, inside `RequireKey`, which asks for the key."""
+    """Fetch adapters for such a server: ASGI middleware inside `RequireKey` and its key check."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Any]) -> None:
         address, folder, model = json.loads(os.environ[ADAPTERS_VARIABLE])
@@ -205,7 +203,7 @@ class FetchAdapters:
                 for path in self._folder.iterdir()
                 if not path.name.startswith(TEMPORARY_PREFIX)
             ]
-            # The one before may still be in use.
+            # The previous one may still be in use.
             for other in sorted(kept, key=lambda path: path.stat().st_mtime)[:-2]:
                 shutil.rmtree(other, ignore_errors=True)
         return target
@@ -232,7 +230,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _checked(given: Any) -> Files:
-    """Return what a run asks for. Raises ValueError."""
+    """Return the files of a run's request. Raises ValueError."""
     with suppress(AttributeError, TypeError, ValueError, OverflowError):
         files = {str(key): (int(size), str(sha256)) for key, (size, sha256) in given.items()}
         paths = [PurePosixPath(key) for key in files]

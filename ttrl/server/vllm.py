@@ -2,20 +2,18 @@
 told otherwise.
 
 It never outlives us: vLLM's API server (`python -m ttrl.vllm_worker.api_server`) runs below a guard
-(`ttrl.system.processes`). Nothing here imports vLLM or torch. Where training needs something else
-than vLLM's defaults, it is set here, and may be overridden by `extra_args`:
+(`ttrl.system.processes`). Nothing here imports vLLM or torch. Training needs some values other than
+vLLM's defaults; they are set here, and `extra_args` may override them:
 
 - `--generation-config vllm`: the default takes temperature and top-k from the model's folder;
-- `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not what
-  was sampled from;
-- `--tool-call-parser`: the one for the form in which the model writes calls
-  (`ttrl.server.parsers`);
-- `--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so
-  that FLOPs can be counted;
+- `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not
+  the sampling distribution;
+- `--tool-call-parser`: the parser for the model's form of calls (`ttrl.server.parsers`);
+- `--enable-prompt-tokens-details`: usage reports prompt tokens from the prefix cache, for counting
+  FLOPs;
 - on CPU (`ttrl.server.cpu`): steps of up to 512 sequences for small models, a heap that keeps its
   pages, `--enforce-eager`, and the worker inside the engine's process: healthy in 15 s instead of
-  37 to 70 s, at the same speed. One OpenMP thread for each core, unbound, that sleeps while it
-  waits.
+  37 to 70 s, at the same speed. One unbound OpenMP thread for each core; it sleeps while it waits.
 """
 
 import contextlib
@@ -60,8 +58,8 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "ttrl.vllm_worker.WeightSync"
-"""Another one in `extra_args` must be derived from it, or None: weights are then verified by the
-canary alone.
+"""Another one in `extra_args` must be derived from it, or None: then only the canary verifies
+weights.
 """
 _OWN_ARGUMENTS = frozenset(
     {
@@ -91,15 +89,15 @@ _PARALLEL_ARGUMENTS = (
     "distributed-executor-backend",
 )
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""vLLM's names of those that ttrl's other settings have."""
-# Half a second suffices, but vLLM waits without end for clients whose requests still run.
+"""vLLM's names for the dtypes of ttrl's other settings."""
+# Half a second suffices, but vLLM waits without limit for clients with running requests.
 _STOP_SECONDS = 5.0
 # "… ERROR … ValueError: why".
 _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")
 
 
 def own_argument_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each argument of vLLM that ttrl sets, or that holds a secret.
+    """Return a problem for each argument of vLLM set by ttrl, or with a secret.
 
     Other users could read a secret in the list of processes; vLLM writes its arguments to its log.
     """
@@ -117,7 +115,7 @@ def own_argument_problems(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _way_out(value: Any) -> str | None:
-    """Return what to do about secrets in a value, such as a connector's password, or None."""
+    """Return the remedy for secrets in a value, such as a connector's password, or None."""
     with contextlib.suppress(TypeError, ValueError):
         value = json.loads(value)
     if isinstance(value, Mapping) and without_secrets(value) != dict(value):
@@ -129,9 +127,8 @@ def _way_out(value: Any) -> str | None:
 
 
 def seconds_to_start(model_folder: str | os.PathLike[str]) -> float:
-    """Return how long a server may take until it is healthy: five minutes, and a second for each
-    100 MB of weights, as a slow network disk gives them; half an hour for a model that has to be
-    downloaded first.
+    """Return the seconds allowed until a server is healthy: five minutes, plus a second per 100 MB
+    of weights, as on a slow network disk; half an hour for a model to be downloaded first.
     """
     weights = sum(path.stat().st_size for path in Path(model_folder).glob("*.safetensors"))
     if Path(model_folder).is_dir():
@@ -140,33 +137,34 @@ def seconds_to_start(model_folder: str | os.PathLike[str]) -> float:
 
 
 class VLLMServer(ServerConnection):
-    """A vLLM server for one model; started by `start()` or as a context manager, stopped by handle.
+    """Run a vLLM server for one model; started by `start()` or as a context manager, stopped by
+    handle.
 
         with VLLMServer("models/m", served_model_name="policy",
         log_path="runs/NAME/logs/server.log", dtype="float32") as server:
             results = await get_task_results(tasks, server.endpoint(), "policy", ...)
 
     model_folder: a Hugging Face model folder, or a hub name such as "org/name".
-    other_names: what clients may also call the model; answers and metrics say `served_model_name`.
+    other_names: further names for clients; answers and metrics say `served_model_name`.
     dtype: "fp32", "bf16", "fp16" (or vLLM's names of them) or "auto" (vLLM's choice: half
         precision, for float32 weights too).
     extra_args: any other argument of vLLM, as {"gpu_memory_utilization": 0.8, "enforce_eager":
         False}: True becomes `--name`, False `--no-name`, a list several values, a dict JSON; None
-        drops an argument that would be set here.
-    start_timeout: seconds within which it must be healthy; None: `seconds_to_start`.
-    port: None takes a free one. A restart keeps port and key, so that clients stay valid.
+        drops a default of ours.
+    start_timeout: seconds until it must be healthy; None: `seconds_to_start`.
+    port: None takes a free one. A restart keeps port and key, so clients stay valid.
     env: environment variables to add to ours.
-    host: the address to listen on; other hosts can reach it only if the user names another one than
+    host: the address to listen on; other hosts reach it only if the user names another one than
         127.0.0.1.
     api_key: None makes a random one.
     serves_adapters: it keeps `model_folder` as the base and receives adapters
         (`ttrl.weights.sync`).
-    adapters_from: the address of a store from which it fetches adapters (`ttrl.server.sites`);
-        None: it is told their folders.
+    adapters_from: the address of a store to fetch adapters from (`ttrl.server.sites`); None: it is
+        given their folders.
     """
 
     _held: socket.socket | None = None
-    """What keeps others from its port."""
+    """The socket reserving its port."""
 
     def __init__(
         self,
@@ -209,16 +207,14 @@ class VLLMServer(ServerConnection):
         self.port = port
         self.env = dict(env or {})
         self.start_seconds = float("nan")
-        """How long the last start took."""
+        """Duration of the last start."""
         self.is_apart = False
-        """Whether, just started and with the right weights, it was further from the trainer than
-        the canary's limits.
-        """
+        """Whether it exceeded the canary's limits right after a start with the right weights."""
         self._port_is_given = port is not None
         self._child: ChildProcess | None = None
         self._ours = threading.Lock()  # a ChildProcess is for one thread at a time
         self._stopped = False
-        # A folder for what its processes share with each other and with nobody else.
+        # A private folder for files shared by its processes.
         self._private: Path | None = None
         self.worker_extension = (
             self.extra_args.get("worker-extension-cls", WORKER_EXTENSION) is not None
@@ -232,9 +228,8 @@ class VLLMServer(ServerConnection):
     def start(self) -> "VLLMServer":
         """Start the server and wait until it is healthy and asks for its key.
 
-        Raises ModelFolderError for a folder that cannot be served, ServerStartError for a port in
-        use, a server that dies while it starts, or one that is not healthy in time; nothing is left
-        running then.
+        Raises ModelFolderError for a folder not fit to serve, ServerStartError for a port in use, a
+        death during the start, or a timeout; leaves nothing running then.
         """
         if self._child is not None:
             raise RuntimeError("this server was started already; stop() it first")
@@ -250,7 +245,7 @@ class VLLMServer(ServerConnection):
         self.port = self._hold_port()
         child = ChildProcess(self._command(), self.log_path, env=self._environment())
         try:
-            # stop() in another thread comes before there is a process, or when it can be ended.
+            # stop() in another thread runs before the process exists, or once it can be ended.
             with self._ours:
                 self._raise_if_stopped()
                 self._child = child
@@ -269,10 +264,10 @@ class VLLMServer(ServerConnection):
         return self
 
     def stop(self) -> None:
-        """End the server and everything that it started; returns when all are gone. Harmless if it
-        is not running.
+        """End the server and all its descendants; return when all are gone. Harmless if it is not
+        running.
 
-        If another thread is in `start()`, that raises ServerStartError.
+        A `start()` in another thread then raises ServerStartError.
         """
         self._stopped = True
         self._end()
@@ -298,10 +293,10 @@ class VLLMServer(ServerConnection):
             raise ServerStartError("the server was stopped while it started")
 
     def restart(self, model_folder: str | os.PathLike[str] | None = None) -> None:
-        """Stop the server and start it again, with another model folder if one is given. Port and
-        key stay the same.
+        """Restart the server, with another model folder if one is given. Port and key stay the
+        same.
         """
-        held, self._held = self._held, None  # nobody takes the port meanwhile
+        held, self._held = self._held, None  # keeps the port reserved meanwhile
         self.stop()
         self._held = held
         if model_folder is not None:
@@ -321,8 +316,8 @@ class VLLMServer(ServerConnection):
         except ConnectionError:
             problem = "the vLLM server no longer listens"
             with contextlib.suppress(TimeoutError), self._ours:
-                child.wait(timeout=3.0)  # it is about to end: its exit code says more
-        except OSError:  # slow, perhaps busy: that alone is not death
+                child.wait(timeout=3.0)  # it is about to end: its exit code tells more
+        except OSError:  # slow, perhaps busy: not proof of death
             logger.debug("the vLLM server did not answer /health within 10 s")
         with self._ours:
             returncode = child.poll()
@@ -346,7 +341,7 @@ class VLLMServer(ServerConnection):
 
     @property
     def is_started(self) -> bool:
-        """Whether it was started and has not been stopped since; it may have ended by itself."""
+        """Whether it was started and not stopped since; it may have ended by itself."""
         return self._child is not None
 
     @property
@@ -375,8 +370,8 @@ class VLLMServer(ServerConnection):
 
     @functools.cached_property
     def parsers(self) -> Parsers:
-        """The parsers of tool calls and reasoning; those of the starting model, whose chat template
-        checkpoints keep.
+        """The parsers of tool calls and reasoning, from the starting model; checkpoints keep its
+        chat template.
         """
         return parsers_of(self.model_folder, self.extra_args)
 
@@ -413,8 +408,7 @@ class VLLMServer(ServerConnection):
         command = [sys.executable, "-m", "ttrl.vllm_worker.api_server"]
         for name, value in arguments.items():
             command += _flag(name, value)
-        # Added last, so that it is the outermost: no other middleware sees a request without the
-        # key.
+        # Added last, so outermost: no other middleware sees a request without the key.
         for name in [*middleware, "ttrl.server.auth.RequireKey"]:
             command += ["--middleware", name]
         return command
@@ -424,7 +418,7 @@ class VLLMServer(ServerConnection):
         given = {**os.environ, **self.env}
         if is_cpu_build():
             defaults |= HEAP_VARIABLES
-            # The variable would win over it.
+            # The variable would override it.
             if self.extra_args.get("kv-cache-memory-bytes") is None:
                 defaults[CPU_CACHE_VARIABLE] = f"{cpu_cache_bytes() / 2**30:g}"
             own_binding = given.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
@@ -440,9 +434,9 @@ class VLLMServer(ServerConnection):
             self._private = Path(tempfile.mkdtemp(prefix="ttrl-server-"))
         defaults |= compile_cache(self._private)
         if len(os.fsencode(self._private)) < 60:  # sockets' names have at most 107 bytes
-            defaults["VLLM_RPC_BASE_PATH"] = str(self._private)  # it leaves them behind
+            defaults["VLLM_RPC_BASE_PATH"] = str(self._private)  # vLLM leaves its sockets behind
         fence = self._private / "weights"
-        fence.unlink(missing_ok=True)  # it has not been synced yet
+        fence.unlink(missing_ok=True)  # not synced yet
         own = {"VLLM_SERVER_DEV_MODE": "1", KEY_VARIABLE: self.api_key, FENCE_VARIABLE: str(fence)}
         own[TEMPLATE_VARIABLE] = template_digest(self.model_folder)
         if self.adapters_from is not None:
@@ -456,9 +450,9 @@ class VLLMServer(ServerConnection):
         """Return the given port, the previous one, or a free one. Raises ServerStartError if the
         given one is in use.
 
-        It is bound here until `stop()`, which only processes of this user may share
-        (`ttrl.vllm_worker.api_server`): nobody else can listen there before vLLM does, or after its
-        death, and be sent the key.
+        The port stays bound here until `stop()`, shareable only by processes of this user
+        (`ttrl.vllm_worker.api_server`). No other user can listen there before vLLM does, or after
+        its death, and receive the key.
         """
         if self._held is not None and self.port is not None:
             return self.port
@@ -470,7 +464,7 @@ class VLLMServer(ServerConnection):
             held = socket.socket(family)
             try:
                 if port:
-                    # Which shares with nobody, nor with another server of this user.
+                    # This probe shares with no process, not even with another server of this user.
                     with socket.socket(family) as probe:
                         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                         probe.bind((self.host, port))
@@ -516,8 +510,8 @@ class VLLMServer(ServerConnection):
             time.sleep(0.1)
 
     def _state(self) -> str | None:
-        """Return what is wrong with its answers, "ready" if nothing is, None while there are none.
-        Nobody else can give them, and be told the key: see `_hold_port`."""
+        """Return the problem with its answers, "ready" without one, None without answers. Only this
+        user's processes can answer and receive the key: see `_hold_port`."""
         try:
             if self._http("GET", "/health", None, 10.0, with_key=False)[0] != 200:
                 return "/health does not answer 200"
@@ -530,8 +524,8 @@ class VLLMServer(ServerConnection):
         return "ready"
 
     def _last_lines(self, child: ChildProcess) -> str:
-        """Return the last lines of the log for error messages. They often point to a "root cause
-        above": that line is shown, too."""
+        """Return the last lines of the log for error messages, plus the "root cause above" they
+        often point to."""
         everything = child.log_tail(2000).splitlines()
         last = everything[-30:]
         cause = next((line for line in everything if _ERROR_LINE.search(line)), None)
@@ -547,9 +541,7 @@ class VLLMServer(ServerConnection):
 
 
 def _bracketed(host: str) -> str:
-    """Return the address as it appears in URLs; one that stands for all addresses is reached at the
-    loopback one.
-    """
+    """Return the address as it appears in URLs; a wildcard address becomes the loopback one."""
     if host in ("0.0.0.0", "::"):
         if host == "0.0.0.0":
             return HOST

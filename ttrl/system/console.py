@@ -1,6 +1,4 @@
-"""What a run says to the person at the terminal: a line per event, and a sign of life while
-something takes long.
-"""
+"""Write to the person at the terminal: a line per event, and progress during long work."""
 
 import contextlib
 import io
@@ -23,17 +21,13 @@ TRACEBACK_VARIABLE = "TTRL_TRACEBACK"
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print words of a model, a server or a file, with nothing in them that a terminal would
-    obey.
-    """
+    """Print words of a model, a server or a file, without terminal control sequences."""
     sys.stdout.write(harmless(text) + end)
     sys.stdout.flush()
 
 
 def speak_in_lines() -> None:
-    """Send each line of standard output and error as it is written; Python keeps 8 kB back where
-    they are piped.
-    """
+    """Flush each line of standard output and error; Python buffers 8 kB in pipes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not a notebook's, nor None
             stream.reconfigure(line_buffering=True)
@@ -43,10 +37,10 @@ _in_lines: set[type[BaseException]] = set()
 
 
 def errors_in_lines(*kinds: type[BaseException]) -> None:
-    """End a program that raises one of these errors with the error's message, without a traceback.
+    """End a program with the message of one of these errors, without a traceback.
 
-    The exit status stays Python's: 1, and 130 (as a shell sees it) for KeyboardInterrupt. A hook
-    that somebody else installed (a debugger, a notebook) stays. TTRL_TRACEBACK=1 shows tracebacks.
+    The exit status stays Python's: 1, and 130 (in a shell) for KeyboardInterrupt. A foreign hook (a
+    debugger's, a notebook's) stays. TTRL_TRACEBACK=1 shows tracebacks.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
@@ -69,8 +63,8 @@ def tracebacks_wanted() -> bool:
 
 @contextlib.contextmanager
 def mistakes_in_lines() -> Iterator[None]:
-    """End a program with the message of a UserError that leaves this block; also a decorator, for
-    functions that users call.
+    """End a program with the message of an uncaught UserError; also a decorator for users' entry
+    points.
     """
     try:
         yield
@@ -80,20 +74,21 @@ def mistakes_in_lines() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Write a line to standard error, around any progress bar: what a person should know wherever
-    logging goes, and programs that read the output should not meet there."""
+    """Write a line to standard error, around any progress bar: for the person, independent of
+    logging, and out of the way of programs reading the output.
+    """
     tqdm.write(harmless(text), file=sys.stderr)
 
 
 class Console:
-    """Write lines to standard output, around any progress bar that is being shown."""
+    """Write lines to standard output, around any visible progress bar."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
 
     def line(self, text: str, *, indent: int | None = None) -> None:
-        """Write a line. indent: break it at the width of a terminal, and begin its other lines with
-        so many spaces.
+        """Write a line. indent: break it at the terminal's width, and indent its other lines by
+        this many spaces.
         """
         if not self.quiet:
             if indent is not None and sys.stdout.isatty():
@@ -106,8 +101,9 @@ class Console:
 
     @contextlib.contextmanager
     def interruptible(self, way_on: str) -> Iterator[None]:
-        """Let a Ctrl-C say the way on, and in a script nothing else. SIGTERM ends the block as a
-        Ctrl-C does, and then raises SystemExit(143)."""
+        """Make Ctrl-C print the way on, and nothing else in a script. SIGTERM ends the block like
+        Ctrl-C, then raises SystemExit(143).
+        """
         with _sigterm_interrupts() as terminated:
             try:
                 yield
@@ -124,7 +120,7 @@ class Console:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show `what` with the seconds that it has taken so far; in terminals only."""
+        """Show `what` with the elapsed seconds; in terminals only."""
         if self.quiet or not sys.stderr.isatty():
             yield
             return
@@ -146,16 +142,15 @@ class Console:
 
 @contextlib.contextmanager
 def _sigterm_interrupts() -> Iterator[list[int]]:
-    """Do inside the block what SIGINT does when SIGTERM comes; yield a list that is not empty from
-    then on. Elsewhere than in the main thread, and where the program has a handler of its own,
-    SIGTERM stays as it is.
+    """Treat SIGTERM inside the block as SIGINT; yield a list, not empty from then on. Outside the
+    main thread, or with a handler of the program's own, SIGTERM stays as it is.
     """
     terminated: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not terminated:  # asked again, what is being ended goes on ending
+        if not terminated:  # asked again, the ending continues
             terminated.append(number)
-            # asyncio's, while it runs; none, in what a shell began in the background.
+            # asyncio's, while it runs; none in a shell's background job.
             usual = signal.getsignal(signal.SIGINT)
             (usual if callable(usual) else signal.default_int_handler)(signal.SIGINT, frame)
 
@@ -173,5 +168,5 @@ def _sigterm_interrupts() -> Iterator[list[int]]:
 
 
 def clock() -> float:
-    """Return the seconds of a clock that never goes back."""
+    """Return the seconds of a monotonic clock."""
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Runs coroutines from ordinary code, in scripts and in notebooks alike, and ends them from another
+"""Run coroutines from ordinary code, in scripts and in notebooks, and cancel them from another
 thread.
 """
 
@@ -14,7 +14,7 @@ _here = threading.local()
 
 
 class Cancellation:
-    """End the coroutines that `run_async` runs in threads that it was given to (`use`)."""
+    """Cancel the coroutines of `run_async` in its threads (`use`)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,12 +23,12 @@ class Cancellation:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
 
     def use(self) -> None:
-        """Apply to what `run_async` runs in the calling thread from now on."""
+        """Apply to every later `run_async` of the calling thread."""
         _here.cancellation = self
 
     def cancel(self) -> None:
-        """End the coroutine that runs, and every one that is begun later, with
-        asyncio.CancelledError. From any thread.
+        """End the running coroutine, and every later one, with asyncio.CancelledError. From any
+        thread.
         """
         with self._lock:
             self.asked = True
@@ -47,13 +47,14 @@ class Cancellation:
         try:
             return await coroutine
         finally:
-            with self._lock:  # the loop may be closed as soon as we return
+            with self._lock:  # the loop may be closed right after our return
                 self._running = None
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also where a loop runs already (a notebook): then in a thread.
-    Where a Cancellation is in use, it raises asyncio.CancelledError when that is cancelled."""
+    """Run a coroutine to its end; if a loop is already running (a notebook), in a thread. Raises
+    asyncio.CancelledError when the Cancellation in use is cancelled.
+    """
     cancellation: Cancellation | None = getattr(_here, "cancellation", None)
     if cancellation is not None:
         return asyncio.run(cancellation.run(coroutine))

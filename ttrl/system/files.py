@@ -1,9 +1,9 @@
-"""Files that are there whole or not at all, and logs that survive a torn last line.
+"""Write files completely or not at all, and logs able to survive a torn last line.
 
-A file or folder is written next to its final name, fsynced, and renamed; the folder that holds it
-is fsynced too, and so is each folder in which a new one was made, so that after a power loss the
-name points at the new content or at the old one, never at half of it. Folders disappear in one step
-too: they are renamed to a name that is never read before they are emptied.
+A file or folder is written next to its final name, fsynced, and renamed. Its parent folder is
+fsynced too, and so is the parent of each new folder. After a power loss the name points at the new
+content or at the old one, never at half of it. Folders also disappear in one step: before emptying,
+they are renamed to a name outside all reads.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from safetensors import SafetensorError
 from ttrl.errors import ModelFolderError, StorageError
 from ttrl.text import si_spaced
 
-_FULL_BYTES = 2**16  # less than that is a full disk: some pages may be left that no file can have
-# What a killed process may leave behind; never read, removed on resume.
+_FULL_BYTES = 2**16  # less than this is a full disk: some pages may be left, usable by no file
+# A killed process may leave these behind; never read, removed on resume.
 TEMPORARY_PREFIX = ".partial-"
 _STALE = (errno.ESTALE, errno.EIO)
 _PAUSES = (0.05, 0.1, 0.2, 0.4)
@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 def again(work: Callable[[], T]) -> T:
-    """Return what `work` returns, tried four times more where the system says ESTALE or EIO: on a
-    network file system, which loses sight of a file that another machine has just replaced, the
-    next look finds it. Raises what the last try raised.
+    """Return the result of `work`, with four more tries on ESTALE or EIO. A network file system
+    loses sight of a file just replaced by another machine; the next look finds it. Raises the last
+    try's error.
     """
     for pause in _PAUSES:
         try:
@@ -53,7 +53,7 @@ def again(work: Callable[[], T]) -> T:
 
 
 def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
-    """Return what the operating system refused; safetensors says it only in its text: "… (os error
+    """Return the operating system's error; safetensors gives it only in its text: "… (os error
     28)".
     """
     if isinstance(error, OSError):
@@ -65,8 +65,8 @@ def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
 
 
 def _storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
-    """Say what could not be written, why, and how much room is free and `needed` (bytes; None where
-    it is no longer known).
+    """Return an error with the path, the reason, and the free and `needed` bytes (None if no longer
+    known).
     """
     way_out = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -84,8 +84,8 @@ def _storage_error(error: OSError, path: Path, needed: int | None = None) -> Sto
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int | None:
-    """Return the bytes free for us where `path` is or would be; None where the file system does not
-    say. Quotas are not seen.
+    """Return the bytes free for us at the present or future `path`; None if the file system does
+    not say. Ignores quotas.
     """
     path = Path(path).absolute()
     try:
@@ -98,8 +98,8 @@ def free_bytes(path: str | os.PathLike[str]) -> int | None:
 
 
 def full_disk(path: str | os.PathLike[str]) -> StorageError | None:
-    """Return the error to raise where a process that writes to `path` failed without a word and no
-    room is left; else None.
+    """Return the error to raise if no room is left after a process writing to `path` failed
+    silently; else None.
     """
     free = free_bytes(path)
     full = free is not None and free < _FULL_BYTES
@@ -109,9 +109,7 @@ def full_disk(path: str | os.PathLike[str]) -> StorageError | None:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of all files below a folder, as far as they are there; links
-    count nothing.
-    """
+    """Return the bytes of a file, or of all existing files below a folder; links count nothing."""
     files = path.rglob("*") if path.is_dir() else [path]
     total = 0
     for file in files:
@@ -122,8 +120,8 @@ def size_of(path: Path) -> int:
 
 
 def make_folders(folder: str | os.PathLike[str]) -> None:
-    """Make a folder and those above it, durably: a file that was fsynced is lost all the same where
-    its folder's name is.
+    """Make a folder and its parents, durably: even an fsynced file is lost with its folder's
+    name.
     """
     folder = Path(folder)
     missing = []
@@ -131,17 +129,17 @@ def make_folders(folder: str | os.PathLike[str]) -> None:
         missing.append(folder)
         folder = folder.parent
     for made in reversed(missing):
-        made.mkdir(exist_ok=True)  # raises where a file has the name
+        made.mkdir(exist_ok=True)  # raises if a file has the name
         fsync_folder(made.parent)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable, as far as the file system knows such a thing."""
+    """Make renames inside `folder` durable, if the file system supports this."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Of some network file systems, for every folder.
+        # From some network file systems, for every folder.
         if error.errno not in (errno.EBADF, errno.EINVAL):
             raise
     finally:
@@ -149,8 +147,8 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """Sync every file and folder below `root`, and `root` itself, concurrently: a disk's journal
-    takes many at once.
+    """Sync `root` and every file and folder below it concurrently: a disk's journal takes many at
+    once.
     """
     found = [(Path(folder), names) for folder, _, names in os.walk(root)]
     with ThreadPoolExecutor(8) as threads:
@@ -158,7 +156,7 @@ def fsync_tree(root: Path) -> None:
             threads.map(_fsync_file, [folder / name for folder, names in found for name in names]),
             threads.map(fsync_folder, [folder for folder, _ in found]),
         ):
-            list(step)  # raises what one of them raised
+            list(step)  # raises the first error
 
 
 def _fsync_file(path: Path) -> None:
@@ -168,8 +166,9 @@ def _fsync_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def _writing(path: Path, size: int | None) -> Iterator[None]:
-    """Raise StorageError for what the operating system refuses inside the block; for a disk without
-    room for `size` bytes at once, not after minutes of writing."""
+    """Raise StorageError for the block's operating system errors. If the disk lacks room for `size`
+    bytes, raise it at once, not after minutes of writing.
+    """
     if size is not None and (free := free_bytes(path)) is not None and free < size:
         raise _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path, size)
     try:
@@ -186,13 +185,12 @@ def _writing(path: Path, size: int | None) -> Iterator[None]:
 def atomic_file(
     path: str | os.PathLike[str], size: int | None = None, *, durable: bool = True
 ) -> Iterator[Path]:
-    """Yield a temporary path to write to; rename it to `path` at the end of the block, or remove it
-    when the block raises.
+    """Yield a temporary path to write to. Rename it to `path` at the end of the block, or remove it
+    if the block raises.
 
-    size: bytes that will be written, where that is known; a disk without room for them is then
-    found at once, and the error says how many are needed. durable: False for what nobody needs
-    after a power loss. Raises StorageError for what the operating system refuses (disk full, no
-    permission).
+    size: bytes to write, if known; a disk without room for them is then found at once, and the
+    error gives the needed bytes. durable: False for files not needed after a power loss. Raises
+    StorageError for errors of the operating system (disk full, no permission).
     """
     path = Path(path)
     with _writing(path, size):
@@ -215,8 +213,8 @@ def atomic_file(
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Path]:
-    """Do what `atomic_file` does for a whole folder. A folder that is at `path` already is replaced
-    as a whole.
+    """Write a whole folder as `atomic_file` writes a file. Replaces an existing folder at `path` as
+    a whole.
     """
     path = Path(path)
     with _writing(path, size):
@@ -233,7 +231,7 @@ def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iter
                         prefix=TEMPORARY_PREFIX, suffix=f"-old-{path.name}", dir=path.parent
                     )
                 )
-                os.replace(path, old)  # an empty folder may be replaced by a rename
+                os.replace(path, old)  # a rename may replace an empty folder
                 os.replace(temporary, path)
                 shutil.rmtree(old)
             else:
@@ -244,16 +242,15 @@ def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iter
 
 
 def remove_leftovers(folder: Path, name: str = "") -> list[Path]:
-    """Remove what killed processes left half written: `folder` itself, or what is below it; return
-    what it removed. name: only of the file or folder of that name right in `folder`, where others
-    may be writing beside it.
+    """Remove the half-written files of killed processes, `folder` itself or below it; return the
+    removed paths. name: only this file or folder directly in `folder`, if others may be writing
+    there.
     """
     if folder.name.startswith(TEMPORARY_PREFIX):
         leftovers = [folder]
     elif name:
         leftovers = list(folder.glob(f"{TEMPORARY_PREFIX}*-{name}"))
-    # Os.walk passes over a folder that is gone by the time it comes to it, which Path.rglob does
-    # not.
+    # os.walk skips a folder removed before its visit; Path.rglob does not.
     else:
         below = [
             Path(place, one)
@@ -267,15 +264,15 @@ def remove_leftovers(folder: Path, name: str = "") -> list[Path]:
 
 
 def remove_folder(folder: str | os.PathLike[str]) -> None:
-    """Remove a folder in one step for whoever looks: half of it is never seen under its name.
-    Harmless where there is none.
+    """Remove a folder in one step for any reader: half of it is never seen under its name. Harmless
+    without a folder.
     """
     folder = Path(folder)
     if not folder.is_dir():
         return
     try:
-        # No new folder to put it in: on a full disk, where removing things is the way out, none
-        # could be made.
+        # Needs no new folder as a target: a full disk, the main reason to remove things, has no
+        # room for one.
         place = folder.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}-removed-{folder.name}")
         os.replace(folder, place)
         fsync_folder(folder.parent)
@@ -300,12 +297,12 @@ def _write_bytes(path: str | os.PathLike[str], data: bytes, *, durable: bool = T
 
 
 def create_text(path: Path, text: str, place: Path | None = None) -> bool:
-    """Write a text file durably unless there is one; return whether it is there now with this text.
+    """Write a text file durably unless there is one; return whether it now exists with this text.
     Raises StorageError.
 
-    place: the folder in which it is written before it is given its name. Whoever removes that
-    folder first has the file never appear, however late this process goes on: a link needs what it
-    leads to. A file system without links has a check instead.
+    place: the folder for the file before its naming. If another process removes that folder first,
+    the file never appears, however late this process continues: a link needs its source. On a file
+    system without links, a check replaces this.
     """
     data = text.encode()
     try:
@@ -349,13 +346,13 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def json_text(value: Any) -> str:
-    """Return what `write_json` writes; for files in a folder that appears as a whole anyway."""
+    """Return the text written by `write_json`, for files in an atomically written folder."""
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as it stands in a jsonl file, without the end of the line. NaN is refused: it is
-    not JSON.
+    """Return a row as one line of a jsonl file, without the line end. NaN is refused: it is not
+    JSON.
     """
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
 
@@ -368,7 +365,7 @@ def write_jsonl(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any] |
 def append_jsonl(
     path: str | os.PathLike[str], *rows: Mapping[str, Any] | bytes, durable: bool = True
 ) -> None:
-    """Append a line for each row, after cutting off a torn last line; fsync them, unless a later
+    """Append a line for each row, after cutting off a torn last line. fsync them unless a later
     call will (not `durable`).
     """
     path = Path(path)
@@ -386,8 +383,7 @@ def append_jsonl(
                     begin = whole.rfind(b"\n") + 1
                     try:
                         json.loads(whole[begin:])
-                        # A whole line that lost only its newline: `read_jsonl` counts it, so it
-                        # stays.
+                        # A whole line without its newline: `read_jsonl` counts it, so it stays.
                         data = b"\n" + data
                     except ValueError:
                         end = begin
@@ -419,14 +415,14 @@ def read_jsonl(
 ) -> list[dict[str, Any]]:
     """Read JSON lines. With `key`, a later line replaces an earlier one of the same value.
 
-    appended: drop a damaged last line without a newline, as an append leaves it that was cut off;
-        False for files that are somebody else's.
+    appended: drop a damaged last line without a newline, left by an interrupted append; False for
+    foreign files.
 
-    Raises ValueError with the number of any other line that is damaged.
+    Raises ValueError with the number of any other damaged line.
     """
     try:
         lines = again(Path(path).read_bytes).split(b"\n")
-    except (FileNotFoundError, NotADirectoryError):  # also one that another thread has just removed
+    except (FileNotFoundError, NotADirectoryError):  # also if another thread has just removed it
         return []
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
@@ -444,8 +440,8 @@ def read_jsonl(
 
 
 def read_private(path: str | os.PathLike[str]) -> str:
-    """Read a text file that holds a key. Raises PermissionError where others than its owner may
-    read or change it.
+    """Read a text file with a key. Raises PermissionError if others than its owner may read or
+    change it.
     """
     with open(path, encoding="utf-8") as file:
         if (mode := stat.S_IMODE(os.fstat(file.fileno()).st_mode)) & 0o077:
@@ -456,9 +452,10 @@ def read_private(path: str | os.PathLike[str]) -> str:
 
 
 def user_cache() -> Path:
-    """Return the folder for what is made once per user, and make it if need be. Raises OSError
-    where there can be none, or one whose files it would be unwise to use."""
-    # Which stays as it is where there is no home.
+    """Return the folder for files made once per user, and make it if missing. Raises OSError if
+    there can be none, or if its files are unsafe to use.
+    """
+    # expanduser leaves ~ unchanged without a home.
     parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(parent):
         raise FileNotFoundError(f"{parent} is not an absolute path; set XDG_CACHE_HOME or HOME")
@@ -473,11 +470,11 @@ def user_cache() -> Path:
 
 
 def compile_cache(otherwise: Path) -> dict[str, str]:
-    """Return the variable with which PyTorch keeps what it compiles in the user's cache, or in
-    `otherwise`; none where it is set.
+    """Return the variable for PyTorch's compile cache, in the user's cache or in `otherwise`; none
+    if already set.
 
-    By itself it takes /tmp/torchinductor_USER: whoever has made that folder first can put code
-    there, which is loaded.
+    PyTorch's default is /tmp/torchinductor_USER: another user can make that folder first and plant
+    code to be loaded.
     """
     variable = "TORCHINDUCTOR_CACHE_DIR"
     if variable in os.environ:
@@ -502,11 +499,11 @@ WEIGHT_SUFFIXES = (
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return a model folder's files, in order, but for weights and hidden ones: what is copied into
-    each checkpoint.
+    """Return a model folder's files for copying into each checkpoint, in order, without weights and
+    hidden ones.
 
     Links may lead within the folder, into the hub's cache, or to a file of another model folder.
-    Any other may lead to somebody's key, which would be published with the next checkpoint: raises
+    Any other may lead to someone's key and publish it with the next checkpoint: raises
     ModelFolderError.
     """
     templates = folder / "additional_chat_templates"
@@ -518,7 +515,7 @@ def model_files(folder: Path) -> list[Path]:
         real = path.resolve()
         home = real.parent
         cache = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
-        weights = path.name.endswith(WEIGHT_SUFFIXES) and _is_weights(real)  # which a mirror stores
+        weights = path.name.endswith(WEIGHT_SUFFIXES) and _is_weights(real)  # stored by a mirror
         if path.is_symlink() and not (
             weights or cache or real.is_relative_to(folder.resolve()) or _is_model(home)
         ):
@@ -535,8 +532,8 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def _is_weights(path: Path) -> bool:
-    """Return whether a file is called weights, or begins as safetensors do: with the length of a
-    header in JSON.
+    """Return whether a file is named like weights, or begins like safetensors: with the length of a
+    JSON header.
     """
     if path.name.endswith(WEIGHT_SUFFIXES):
         return True
@@ -564,8 +561,9 @@ def digest(path: str | os.PathLike[str]) -> str:
 
 
 def keep_figure(file: str, name: str, figure: Callable[[float | None], float]) -> float:
-    """Return `figure(what is kept under `name` in this JSON file of the user's cache, or None)`,
-    and keep it there if it is new and the cache can be used."""
+    """Return `figure(kept value of `name` in this JSON file of the user's cache, or None)`. Keep
+    the result there if it is new and the cache is usable.
+    """
     kept = {}
     before = None
     # None yet, damaged, or no cache.

@@ -1,7 +1,7 @@
-"""Tables for pandas, of whatever has rows: samples, tasks of an evaluation, iterations of a run.
+"""Make pandas tables from anything with rows: samples, tasks of an evaluation, iterations of a run.
 
-pandas is imported when a table is asked for: nothing else in ttrl needs it. What a table is made
-of says which columns it has: `EvalResult`, `TaskResults`, `RunResult`.
+pandas is imported on the first table: nothing else in ttrl needs it. The source of a table
+documents its columns: `EvalResult`, `TaskResults`, `RunResult`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,10 +21,10 @@ def data_frame(
 ) -> "DataFrame":
     """Return a DataFrame of rows; mappings inside them become columns with dotted names.
 
-    columns: those that come first, and are there even if no row has them. The others follow in the
-    order in which rows first have them. Values that a row lacks are missing (NaN).
+    columns: the first columns, present even if no row has them. The others follow in the order of
+    their first appearance. Values absent from a row are missing (NaN).
 
-    Raises UserError where pandas is not installed.
+    Raises UserError without pandas.
     """
     try:
         import pandas

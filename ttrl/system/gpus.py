@@ -1,9 +1,9 @@
 """Read the GPUs this process may use, without a CUDA context in it.
 
-A context takes half a gigabyte of a GPU. The process behind a run needs no GPU itself: its servers
-and trainers do, and they have to find the memory free. So NVML, the driver's own library, names the
-GPUs. In three cases NVML and CUDA may disagree: a GPU in MIG mode, GPUs of several kinds (CUDA puts
-the fastest first), and GPUs without NVML (AMD's). Then a child process asks PyTorch.
+A context takes half a gigabyte of a GPU. The process behind a run needs no GPU itself, and its
+servers and trainers need the memory free. So NVML, the driver's own library, names the GPUs. In
+three cases NVML and CUDA may disagree: a GPU in MIG mode, GPUs of several kinds (CUDA puts the
+fastest first), and GPUs without NVML (AMD's). Then a child process asks PyTorch.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Return the GPUs in CUDA's order. Raises UserError where PyTorch is asked and fails."""
+    """Return the GPUs in CUDA's order. Raises UserError if PyTorch is asked and fails."""
     with visible_handles() as handles:
         found = [_read(handle) for handle in handles]
         if found and not any(map(_is_divided, handles)):
@@ -51,7 +51,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def visible_devices() -> list[str]:
-    """Return the names of this process's GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the names of this process's GPUs, in the form of CUDA_VISIBLE_DEVICES."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return given.split(",")

@@ -1,4 +1,4 @@
-"""How much memory this process may take: of the machine, or of the container that it runs in."""
+"""Read the memory limit of this process: the machine's, or its container's."""
 
 import os
 from pathlib import Path
@@ -9,9 +9,7 @@ _GROUP = Path("/sys/fs/cgroup")
 def memory_bytes(
     meminfo: Path = Path("/proc/meminfo"), group: Path = _GROUP
 ) -> tuple[float, float]:
-    """Return total and free memory in bytes. Pages of files that the kernel would give up count as
-    free.
-    """
+    """Return total and free memory in bytes. Reclaimable file pages count as free."""
     values: dict[str, float] = {}
     try:
         for line in meminfo.read_text(encoding="ascii").splitlines():

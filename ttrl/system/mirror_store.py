@@ -1,8 +1,8 @@
-"""The object store that a run folder is mirrored to: files in and out, by the same relative paths.
-See `ttrl.run_folder.mirror`.
+"""Store the files of a mirrored run folder as objects, by the same relative paths. See
+`ttrl.run_folder.mirror`.
 
-Addresses, credentials (only from the environment) and what is hidden in messages are those of the
-cache of completions.
+Addresses, credentials (only from the environment) and redaction in messages are those of the
+completions cache.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from ttrl.text import gib
 logger = logging.getLogger(__name__)
 
 _MOST_READ = 2**30
-"""Bytes of an object that is read into memory, such as a marker: whoever writes to a mirror could
-make one of any size.
+"""Largest object to read into memory, such as a marker, in bytes: any writer to a mirror could make
+one of any size.
 """
 
 REQUEST_TIMEOUT = timedelta(minutes=3)
@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 
 class Tag(NamedTuple):
-    """What every writing of an object changes; Google's store goes by the version, the others by
-    the e_tag.
+    """Changes with every write of an object; Google's store compares the version, the others the
+    e_tag.
     """
 
     e_tag: str | None
@@ -46,17 +46,15 @@ class Tag(NamedTuple):
 
 
 class MirrorStore:
-    """Whole objects by key. Every method raises OSError, with the reason, for what does not
-    work.
-    """
+    """Whole objects by key. Every method raises OSError with the reason for a failure."""
 
     part_bytes = 16 * 2**20
-    """Larger objects are moved in parts, each with a request of its own."""
+    """Larger objects are moved in parts, each with its own request."""
     first_pause = 0.5
     longest_pause = 60.0
     beat_seconds = 10.0
     last_wait_seconds = 600.0
-    """How long a run that is finished waits for its mirror, at most."""
+    """The longest wait of a finished run for its mirror."""
 
     def __init__(self, address: str) -> None:
         self._store = Store(address, what="a mirror", request_timeout=REQUEST_TIMEOUT)
@@ -75,11 +73,11 @@ class MirrorStore:
         )
 
     def read(self, key: str) -> bytes | None:
-        """Return an object's content; None where there is no such object."""
+        """Return an object's content; None without such an object."""
         return self.read_tagged(key)[0]
 
     def read_tagged(self, key: str) -> tuple[bytes | None, Tag | None]:
-        """Return an object's content and its tag; None twice where there is no such object."""
+        """Return an object's content and its tag; None twice without such an object."""
 
         def get(store: ObjectStore) -> tuple[bytes, Tag] | None:
             try:
@@ -98,11 +96,9 @@ class MirrorStore:
         return self._doing(f"read {key}", get) or (None, None)
 
     def write(self, key: str, content: bytes | Path) -> None:
-        """Replace what is there, in one step. Raises FileNotFoundError where `content` is a file
-        that is gone.
-        """
+        """Replace an object in one step. Raises FileNotFoundError if the file `content` is gone."""
         if isinstance(content, Path):
-            content = content.resolve(strict=True)  # links are stored as what they point to
+            content = content.resolve(strict=True)  # store the targets of links
         self._doing(
             f"write {key}",
             lambda store: obstore.put(store, key, content, chunk_size=self.part_bytes),
@@ -110,9 +106,10 @@ class MirrorStore:
         )
 
     def swap(self, key: str, content: bytes, tag: Tag | None) -> Tag | None:
-        """Write an object if it is still the one with this tag (None: if there is none); return its
-        new tag, None where it was another. Also None where the store did it and its first answer
-        was lost: read it to tell. A store that knows no tags or conditions overwrites."""
+        """Write an object if it still has this tag (None: if there is none); return its new tag,
+        None if it has another. Also None if the store did it and its first answer was lost: read it
+        to tell. A store without tags or conditions overwrites.
+        """
 
         def put(store: ObjectStore) -> Tag | None:
             with contextlib.ExitStack() as stack:
@@ -125,7 +122,7 @@ class MirrorStore:
                     mode = "create"
                 else:
                     mode = known or "overwrite"
-                if isinstance(store, LocalStore) and tag is not None:  # it knows creating alone
+                if isinstance(store, LocalStore) and tag is not None:  # it only knows creating
                     if (
                         not stack.enter_context(self._locked(key))
                         or obstore.head(store, key)["e_tag"] != tag.e_tag
@@ -146,8 +143,8 @@ class MirrorStore:
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[bool]:
-        """Keep others that swap from doing so, as far as flock reaches; yield whether the object is
-        there.
+        """Block other swaps of this object, within the reach of flock; yield whether the object
+        exists.
         """
         assert self._store.folder is not None
         path = self._store.folder / key
@@ -161,7 +158,7 @@ class MirrorStore:
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(file, fcntl.LOCK_EX)
                 with contextlib.suppress(FileNotFoundError):
-                    # Else it was replaced while we waited.
+                    # Else it was replaced during our wait.
                     if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                         yield True
                         return
@@ -176,14 +173,14 @@ class MirrorStore:
                         part = obstore.get_range(
                             store, key, start=start, end=min(size, start + self.part_bytes)
                         )
-                    except OSError as error:  # such as "not found": not of our disk
+                    except OSError as error:  # such as "not found": not from our disk
                         raise ValueError(reason(error)) from error
                     file.write(part)
 
         self._doing(f"read {key}", get)
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove objects. Harmless for what is not there."""
+        """Remove objects. Harmless for missing ones."""
 
         def delete(store: ObjectStore) -> None:
             for key in keys:
@@ -195,8 +192,8 @@ class MirrorStore:
     def _doing(
         self, what: str, work: Callable[[ObjectStore], T], *, make: bool = False
     ) -> T | None:
-        """Return what `work` does with the store; None where the store is a folder that is not
-        there and is not to be made.
+        """Return the result of `work` with the store; None if the store is a missing folder, not to
+        be made.
         """
         try:
             store = self._store.open(make=make)
@@ -204,13 +201,13 @@ class MirrorStore:
                 return None
             return work(store)
         except StorageError:
-            raise  # of our own disk
+            raise  # from our own disk
         except (exceptions.BaseError, OSError, ValueError) as error:
             raise OSError(f"{self.shown}: could not {what}: {reason(error)}") from error
 
     def patiently(self, work: Callable[[], T], tries: int = 4) -> T:
-        """Return what `work` returns, trying again after growing pauses. Raises what the last try
-        raised.
+        """Return the result of `work`, with retries after growing pauses. Raises the last try's
+        error.
         """
         for number in range(1, tries):
             try:
@@ -223,9 +220,7 @@ class MirrorStore:
         return work()
 
     def pause_before(self, number: int) -> float:
-        """Return the seconds before the n-th new try, a little random, so that many runs do not
-        come at once.
-        """
+        """Return the seconds before the n-th retry, slightly random to spread many runs."""
         return float(
             min(self.longest_pause, self.first_pause * 2 ** (number - 1))
             * random.uniform(0.75, 1.25)

@@ -1,10 +1,10 @@
-"""What nvidia-smi says of this machine's GPUs, and whether their driver can run CUDA builds.
+"""Read this machine's GPUs from nvidia-smi, and check their driver for CUDA builds.
 
-Only the standard library, since tools/install.py asks before anything is installed.
+Uses only the standard library, since tools/install.py asks before anything is installed.
 
-A driver runs what was built for the major version of CUDA that it came with, and for earlier ones:
-CUDA 12 needs driver 525, CUDA 13 needs 580. NVIDIA's cuda-compat package gives an older driver of a
-data-center GPU the libraries of a newer one; nvidia-smi then reports the newer CUDA.
+A driver runs builds for its own major version of CUDA, and for earlier ones: CUDA 12 needs driver
+525, CUDA 13 needs 580. NVIDIA's cuda-compat package gives an older driver of a data-center GPU the
+libraries of a newer one; nvidia-smi then reports the newer CUDA.
 """
 
 import re
@@ -13,11 +13,11 @@ import subprocess
 from dataclasses import dataclass
 
 CUDA = (13, 0)
-"""What the tested vLLM and torch are built with: vLLM requires nvidia-cutlass-dsl[cu13]."""
+"""The CUDA of the tested vLLM and torch builds: vLLM requires nvidia-cutlass-dsl[cu13]."""
 _DRIVERS = {12: 525, 13: 580}
-"""By major version of CUDA: the oldest driver."""
+"""The oldest driver, by major version of CUDA."""
 _CAPABILITY = 7.5
-"""Of the oldest GPUs that vLLM and CUDA 13 support."""
+"""Of the oldest GPUs supported by vLLM and CUDA 13."""
 _SECONDS = 60.0
 _DRIVER = re.compile(r"(?:Driver|KMD) Version\s*:\s*(\d[\d.]*)")
 _CUDA = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)")
@@ -25,24 +25,24 @@ _CUDA = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)")
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs of this machine, as their driver describes them."""
+    """The GPUs of this machine, as described by their driver."""
 
     names: list[str]
     driver: str
-    """Such as "550.54.15"; "" where it is unknown."""
+    """Such as "550.54.15"; "" if unknown."""
     cuda: tuple[int, int] | None
-    """The newest version of CUDA that the driver supports; None where nvidia-smi does not say."""
+    """The newest version of CUDA supported by the driver; None if nvidia-smi does not say."""
     capability: float | None = None
-    """The lowest compute capability of these GPUs; None where nvidia-smi does not say."""
+    """The lowest compute capability of these GPUs; None if nvidia-smi does not say."""
 
 
 def gpu_names() -> list[str]:
-    """Return what GPUs there are; none where no NVIDIA driver answers."""
+    """Return the names of the GPUs; none without an answer from an NVIDIA driver."""
     return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", _nvidia_smi("-L"), re.MULTILINE)
 
 
 def find_gpus() -> Gpus | None:
-    """Return the GPUs of this machine and their driver; None where there are none."""
+    """Return the GPUs of this machine and their driver; None without any."""
     names = gpu_names()
     if not names:
         return None
@@ -60,7 +60,9 @@ def find_gpus() -> Gpus | None:
 
 
 def gpu_problem(gpus: Gpus, cuda: tuple[int, int] = CUDA) -> str:
-    """Return why these GPUs cannot run packages built with `cuda`, and the way out, or ""."""
+    """Return the reason against running packages built with `cuda` on these GPUs, and the way out,
+    or "".
+    """
     if gpus.capability is not None and gpus.capability < _CAPABILITY:
         return (
             f"{gpus.names[0]} has compute capability {gpus.capability}, and vLLM's packages are "
@@ -88,7 +90,7 @@ def gpu_problem(gpus: Gpus, cuda: tuple[int, int] = CUDA) -> str:
 
 
 def _nvidia_smi(*options: str) -> str:
-    """Return what nvidia-smi prints; "" where there is none, or it fails."""
+    """Return the output of nvidia-smi; "" if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:

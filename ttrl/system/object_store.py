@@ -1,7 +1,7 @@
-"""The object stores under a cache: opened from addresses, with limits that keep a dead one from
-holding anything up.
+"""Open a cache's object stores from addresses, with limits to keep a dead one from delaying
+anything.
 
-Nothing that is shown or logged carries a credential: addresses and messages go through `redact`.
+Nothing shown or logged carries a credential: addresses and messages go through `redact`.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ KNOWN = (
     "az://container/folder"
 )
 
-# What a store may cost: a connection 3 s, a request 10 s, with two more tries for what failed in
-# passing; 20 s all together.
+# Time limits of a store: a connection 3 s, a request 10 s, with two retries for transient failures;
+# 20 s in total.
 CONNECT_TIMEOUT = timedelta(seconds=3)
 REQUEST_TIMEOUT = timedelta(seconds=10)
 MAX_RETRIES = 2
@@ -67,8 +67,8 @@ _NO_CONDITIONS = (
     "<Code>NotImplemented<",
     "Version required for conditional update",
 )
-"""The last one of Google's store, for an object that was read: obstore tells the version, which it
-wants, to writers alone.
+"""The last is Google's, for an object read before: it wants the version, but obstore tells it only
+to writers.
 """
 T = TypeVar("T")
 _memory: dict[str, MemoryStore] = {}
@@ -80,15 +80,13 @@ _OPTION = re.compile(r"([?&])([^\s=&#\"')]+)=([^\s&#\"')]*)")
 
 
 def redact(text: str) -> str:
-    """Return a text without the names, passwords and values of query options of the addresses in
-    it.
-    """
+    """Return a text with the names, passwords and query values of its addresses removed."""
     text = _USERINFO.sub("***@", text)
     return _OPTION.sub(lambda m: f"{m[1]}{m[2]}={m[3] if m[2] in _SHOWN_OPTIONS else '***'}", text)
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of what obstore says, of XML the code, with nothing secret in it and of
+    """Return the first line of obstore's message, or the code of its XML, without secrets and of
     bounded length.
     """
     text = str(error).strip()
@@ -101,7 +99,7 @@ def reason(error: BaseException) -> str:
 
 
 class Unavailable(Exception):  # noqa: N818 - it never leaves the cache
-    """A store could not be read or written; `skipped` is True where it was not even tried."""
+    """A store could not be read or written; `skipped` is True if it was not even tried."""
 
     def __init__(self, message: str, skipped: bool = False) -> None:
         super().__init__(message)
@@ -109,11 +107,11 @@ class Unavailable(Exception):  # noqa: N818 - it never leaves the cache
 
 
 class TooLarge(Exception):  # noqa: N818 - it never leaves the cache
-    """An object is larger than its reader takes; the message says by how much."""
+    """An object exceeds its reader's limit; the message says by how much."""
 
 
 class _Health:
-    """Failures in a row, and until when nothing is tried."""
+    """Failures in a row, and the end of the pause."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -128,8 +126,9 @@ class _Health:
 
 
 class Store:
-    """One object store: whole objects in and out, and a pause for a store that fails again and
-    again. shown: its address without credentials."""
+    """Read and write whole objects in one store, with a pause after repeated failures. shown: its
+    address without credentials.
+    """
 
     def __init__(
         self,
@@ -138,11 +137,10 @@ class Store:
         what: str = "a cache",
         request_timeout: timedelta = REQUEST_TIMEOUT,
     ) -> None:
-        """Raises UserError for an address that cannot be one. A folder is made by the first write,
-        not here.
+        """Raises UserError for an impossible address. The first write makes a folder, not this.
 
-        what: is to be kept there, in words. request_timeout: of one request, in which a part of a
-            large object is moved.
+        what: the things kept there, in words. request_timeout: of one request, moving a part of a
+        large object.
         """
         self._what = what
         self._request_timeout = request_timeout
@@ -172,7 +170,7 @@ class Store:
             self._open_cloud(scheme, text)
         else:
             raise UserError(f"{self._what} cannot be at {self.shown!r}; known are {KNOWN}")
-        # Apart from each other: what may only be read must still be read after writing failed.
+        # Separate, since a read-only store must still be read after a failed write.
         self._reading, self._writing = _Health(), _Health()
 
     def _open_folder(self, folder: Path) -> None:
@@ -195,7 +193,7 @@ class Store:
                 f"{self.shown}: a name and password in {self._what}'s address are not used{hint}"
             )
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        # Who names a plain http endpoint wants plain http.
+        # A plain http endpoint is a deliberate choice.
         endpoint = (
             options.get("endpoint")
             or os.environ.get("AWS_ENDPOINT_URL_S3")
@@ -244,7 +242,7 @@ class Store:
         return isinstance(self._store, MemoryStore)
 
     def open(self, *, make: bool = False) -> ObjectStore | None:
-        """Return the obstore store; None for a folder that is not there and is not to be made."""
+        """Return the obstore store; None for a missing folder, not to be made."""
         if self._store is None:
             assert self.folder is not None
             if not make and not self.folder.is_dir():
@@ -254,8 +252,8 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def _trying(self, health: "_Health") -> AsyncIterator[None]:
-        """Count failures. After three in a row, the store is left alone for 30 s; then one attempt
-        shows whether it is back.
+        """Count failures. After three in a row, skip the store for 30 s; then one attempt shows
+        whether it is back.
         """
         if health.failures >= FAILURES_BEFORE_PAUSE:
             if time.monotonic() < health.paused_until:
@@ -263,7 +261,7 @@ class Store:
                     f"{self.shown} is left alone for {PAUSE_SECONDS:.0f} s after failures",
                     skipped=True,
                 )
-            health.pause()  # others wait for what this attempt shows
+            health.pause()  # others wait for this attempt's result
         try:
             async with asyncio.timeout(OPERATION_TIMEOUT.total_seconds()):
                 yield
@@ -278,8 +276,8 @@ class Store:
         health.failures = 0
 
     async def read(self, key: str, most: float = math.inf) -> bytes | None:
-        """Return an object's bytes; None where there is none. Raises Unavailable, and TooLarge for
-        more than `most` bytes.
+        """Return an object's bytes; None without one. Raises Unavailable, and TooLarge for more
+        than `most` bytes.
         """
         async with self._trying(self._reading):
             store = self.open()
@@ -297,9 +295,9 @@ class Store:
                 return None
 
     async def create(self, key: str, data: bytes) -> bool:
-        """Write an object unless there is one; return False where there is one already. Raises
-        Unavailable. A store that knows no conditional writes (some S3 look-alikes, file systems
-        without hard links) overwrites instead.
+        """Write an object unless there is one; return False if there is one already. Raises
+        Unavailable. A store without conditional writes (some S3 look-alikes, file systems without
+        hard links) overwrites instead.
         """
         async with self._trying(self._writing):
             store = self.open(make=True)
@@ -326,14 +324,14 @@ class Store:
             await obstore.put_async(store, key, data, mode=mode, use_multipart=False)
 
     def refuses_conditions(self, error: BaseException) -> bool:
-        """Tell whether an error means that the store knows no conditional writes."""
+        """Tell whether an error means a store without conditional writes."""
         if self.folder is not None:
             return not isinstance(error, PermissionError)
         unsupported = isinstance(error, exceptions.NotSupportedError | NotImplementedError)
         return unsupported or any(words in str(error) for words in _NO_CONDITIONS)
 
     async def overwrite(self, key: str, data: bytes) -> None:
-        """Write an object, whatever is there. Raises Unavailable."""
+        """Write an object, replacing any existing one. Raises Unavailable."""
         async with self._trying(self._writing):
             store = self.open(make=True)
             assert store is not None
@@ -341,7 +339,7 @@ class Store:
 
 
 def get_bytes(store: ObjectStore, key: str, most: float) -> bytes:
-    """Return an object's bytes. Raises TooLarge for more than `most`, and what obstore raises."""
+    """Return an object's bytes. Raises TooLarge for more than `most`, and obstore's errors."""
     found = obstore.get(store, key)
     _check_size(key, found.meta["size"], most)
     return bytes(found.bytes())
@@ -358,15 +356,15 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 @functools.cache
 def _file_threads() -> ThreadPoolExecutor:
-    """Return threads for folders: half the CPU time of obstore's asynchronous calls, and no thread
-    of its waits for Python.
+    """Return threads for folders. They take half the CPU time of obstore's asynchronous calls, and
+    no obstore thread waits for Python.
     """
     return ThreadPoolExecutor(FILE_THREADS, "ttrl-cache")
 
 
 @functools.cache
 def _grace_at_exit() -> None:
-    """Make a process that used a bucket wait before it ends: obstore's thread hands something to
-    Python last, or aborts.
+    """Make a process wait at exit after using a bucket: obstore's thread calls into Python last, or
+    aborts.
     """
     atexit.register(time.sleep, 0.1)

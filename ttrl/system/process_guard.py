@@ -1,19 +1,19 @@
-"""The supervisor of each process that ttrl starts: a little process between the two. It outlives a
-killed ttrl just long enough to end the child.
+"""Supervise a child of ttrl from a small process between the two. It outlives a killed ttrl just
+long enough to end the child.
 
     ttrl ── guard ── child (own session and process group) ── its descendants
 
-ttrl and the guard talk over a pair of sockets. When ttrl ends, however it ends, its socket closes,
-and the guard ends the child and all of its descendants. Four layers, for the four ways in which
-something could stay behind:
+ttrl and the guard talk over a pair of sockets. When ttrl ends, for any reason, its socket closes,
+and the guard ends the child and all of its descendants. Four layers cover the four ways to stay
+behind:
 
 - ttrl is killed: the guard sees the end of the socket, or another parent;
 - the guard is killed as well: the kernel kills the child (PR_SET_PDEATHSIG);
-- a descendant left the process group, or its own parent died: the guard is its "subreaper", so that
-  it stays below the guard in the tree of processes and is found there;
+- a descendant left the process group, or its own parent died: the guard is its "subreaper", and so
+  keeps it below itself in the process tree and finds it there;
 - ttrl, guard and child are all killed at once and a grandchild is not: its environment carries a
-  random mark, and a record file next to the log names the mark and the processes, so that
-  `ttrl.system.processes.reap_leftovers` finds it later.
+  random mark. A record file next to the log names the mark and the processes, for a later
+  `ttrl.system.processes.reap_leftovers`.
 
 Commands run below this file as a script (`ttrl.system.processes.ChildProcess`). It needs only the
 standard library and starts in some 20 ms. Workers for graders are forks, and so are their guards
@@ -35,15 +35,16 @@ from pathlib import Path
 from typing import Any
 
 MARK_VARIABLE = "TTRL_PROCESS_MARK"
-GRACE_WITHOUT_PARENT = 5.0  # seconds from TERM to KILL when nobody is left who could say how long
-# Seconds from KILL to the end of a process, and from there to its exit code; never seen so long.
+GRACE_WITHOUT_PARENT = 5.0  # seconds from TERM to KILL with no ttrl left to give a number
+# Seconds from KILL to the end of a process, and from there to its exit code; never observed to take
+# so long.
 _LAST_SECONDS = 20.0
 _LOOK_INTERVAL = 3.0  # seconds between looks at the parent and at new descendants
 PDEATHSIG, DUMPABLE, CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 4, 36, 38  # of prctl
-# System calls, with one number on all architectures.
+# System call numbers, the same on all architectures.
 _LANDLOCK_CREATE = 444
 _LANDLOCK_RESTRICT = 446
-SCOPES = 6  # the version of Landlock that can keep signals inside
+SCOPES = 6  # the first version of Landlock able to confine signals
 
 ProcessId = tuple[int, int]
 """(pid, start time in clock ticks since boot): the pid by itself may belong to another process by
@@ -52,12 +53,12 @@ now.
 
 
 def boot_id(proc: Path = Path("/proc")) -> str:
-    """Return a name of this boot of the kernel; start times of different boots cannot be compared.
-    "" where unknown.
+    """Return a name of this kernel boot; start times of different boots cannot be compared. "" if
+    unknown.
     """
     with contextlib.suppress(OSError):
         return (proc / "sys/kernel/random/boot_id").read_text().strip()
-    # gVisor, in which many containers run, has none; it knows when it was started.
+    # gVisor, the base of many containers, has none; it knows its start time.
     with contextlib.suppress(OSError):
         return next(
             (
@@ -71,7 +72,7 @@ def boot_id(proc: Path = Path("/proc")) -> str:
 
 
 def process_stat(pid: int) -> tuple[str, int, int] | None:
-    """Return (state letter, parent's pid, start time) of a process, or None when there is none."""
+    """Return (state letter, parent's pid, start time) of a process, or None without one."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -82,8 +83,8 @@ def process_stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def process_id(pid: int) -> ProcessId | None:
-    """Return the process with this pid, unless it is gone or a zombie, which holds nothing but its
-    exit code.
+    """Return the process with this pid, unless it is gone or a zombie with nothing but an exit
+    code.
     """
     stat = process_stat(pid)
     if stat is None or stat[0] in "ZX":
@@ -96,8 +97,8 @@ def all_pids() -> list[int]:
 
 
 def descendants(root: int) -> list[ProcessId]:
-    """Return the living processes below `root` in the tree of processes, parents first; call again
-    until there are none.
+    """Return the living processes below `root` in the process tree, parents first; call again until
+    there are none.
     """
     children: dict[int, list[int]] = {}
     stats = {pid: stat for pid in all_pids() if (stat := process_stat(pid)) is not None}
@@ -114,8 +115,8 @@ def descendants(root: int) -> list[ProcessId]:
 
 
 def signal_exactly(process: ProcessId, number: int) -> bool:
-    """Signal exactly this process, never another that was given its pid meanwhile. Return False
-    when it is gone or not ours.
+    """Signal exactly this process, never a later one with its pid. Return False if it is gone or
+    not ours.
     """
     pid, start = process
     descriptor = None
@@ -149,9 +150,9 @@ def end_processes(
     first: ProcessId | None = None,
     reap: Callable[[], None] = lambda: None,
 ) -> list[ProcessId]:
-    """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return what is
-    left `_LAST_SECONDS` later. `first` is asked alone, so that it can end its own children in its
-    own order. `reap` is called between looks.
+    """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return the
+    processes left `_LAST_SECONDS` later. `first` gets its TERM before all others, to end its own
+    children in its own order. `reap` is called between looks.
     """
     start = time.monotonic()
     pause = 0.002
@@ -184,8 +185,8 @@ class Record:
         self._known: list[ProcessId] | None = None
 
     def write(self) -> None:
-        """Write the living processes, if they changed. A full disk must not end the child, so a
-        failed write is ignored.
+        """Write the living processes, if they changed. Ignores a failed write, since a full disk
+        must not end the child.
         """
         own = process_id(os.getpid())
         known = [*([own] if own else []), *descendants(os.getpid())]
@@ -203,12 +204,12 @@ class Record:
 
 
 class Guard:
-    """The guard of one child, from its start to its end. Runs in a process of its own.
+    """The guard of one child, from its start to its end. Runs in its own process.
 
-    control: the descriptor of a socket to ttrl. A line with a number of seconds orders the child to
-        be ended, with so much time between TERM and KILL; the end of the socket orders the same
-        with `grace` seconds. Reports are lines of JSON.
-    parent: the pid of the process above, whose end ends the child too.
+    control: the descriptor of a socket to ttrl. A line with a number orders the end of the child,
+    with this many seconds between TERM and KILL; the end of the socket orders the same with `grace`
+    seconds. Reports are lines of JSON. parent: the pid of the process above; its end ends the child
+    too.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Guard:
         self._wake_read, self._wake_write = os.pipe()
 
     def start(self, enter: Callable[[], object]) -> int:
-        """Fork the child, in a session of its own, and call `enter` in it; return its pid."""
+        """Fork the child into its own session and call `enter` in it; return its pid."""
         os.set_inheritable(self._control, False)
         for end in (self._wake_read, self._wake_write):
             os.set_blocking(end, False)
@@ -270,7 +271,7 @@ class Guard:
                 if order:
                     self._grace = float(order)
                 break
-            # A forked copy of ttrl may hold the socket open although ttrl is dead.
+            # A forked copy of ttrl may hold the socket open after ttrl's death.
             if os.getppid() != self._parent:
                 break
             if self._record is not None and time.monotonic() - last_look >= _LOOK_INTERVAL:
@@ -306,8 +307,8 @@ class Guard:
             first=process_id(self._child),
             reap=self._reap,
         )
-        # Its main thread can be gone, and its pid a zombie's, while other threads are still ending:
-        # there is no exit code yet.
+        # Its main thread can be gone, and its pid a zombie's, while other threads still end: there
+        # is no exit code yet.
         deadline = time.monotonic() + _LAST_SECONDS
         self._reap()
         while self._returncode is None and not left and time.monotonic() < deadline:
@@ -343,7 +344,7 @@ def _read_line(control: int) -> bytes:
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl as far as possible: an old kernel or a sandbox may refuse, and the other layers
+    """Call prctl if possible: an old kernel or a sandbox may refuse, and the other layers
     remain.
     """
     with contextlib.suppress(OSError, AttributeError):
@@ -351,21 +352,19 @@ def prctl(option: int, value: int) -> None:
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock; 0 where there is none, or a sandbox refuses
-    it.
-    """
+    """Return the version of the kernel's Landlock; 0 without one, or if a sandbox refuses it."""
     return max(0, _system_call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
 def leave_others_alone() -> bool:
-    """Keep this process, and all that it starts, from reading the environment and memory of the
-    processes that were there before, and from signalling them; return whether the kernel can
-    (Landlock since Linux 6.12). Root with CAP_PERFMON still reads.
+    """Keep this process and its children from signalling earlier processes and from reading their
+    environment and memory. Return whether the kernel can (Landlock since Linux 6.12). Root with
+    CAP_PERFMON still reads.
     """
     if landlock_version() < SCOPES:
         return False
     prctl(_NO_NEW_PRIVS, 1)
-    attributes = (ctypes.c_uint64 * 3)(0, 0, 2)  # nothing of files and of the network; signals
+    attributes = (ctypes.c_uint64 * 3)(0, 0, 2)  # no files and no network; signals
     ruleset = _system_call(
         _LANDLOCK_CREATE, ctypes.byref(attributes), ctypes.c_size_t(24), ctypes.c_uint32(0)
     )
@@ -381,13 +380,13 @@ def _system_call(number: int, *arguments: Any) -> int:
 
 
 def main() -> None:
-    """Guard the command that ttrl names through a socket: `process_guard.py SOCKET`, in the folder
-    and with the environment of the child.
+    """Guard the command from ttrl's socket: `process_guard.py SOCKET`, in the child's folder and
+    environment.
     """
     control = int(sys.argv[1])
     line = _read_line(control)
     if not line:
-        return  # ttrl died before it named one
+        return  # ttrl died before naming one
     order = json.loads(line)
     command = order["command"]
     record = Record(Path(order["record"]), order["head"])
@@ -405,7 +404,7 @@ def main() -> None:
 
     pid = guard.start(execute)
     os.close(error_write)
-    # The child's alone, so that others see when it closes them.
+    # Leaves these to the child only: others then notice when it closes them.
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):
         os.dup2(null, standard)

@@ -1,9 +1,8 @@
-"""Child processes (inference servers, trainers) that never outlive us, not even when we are killed
-with -9.
+"""Run child processes (inference servers, trainers). They never outlive us, not even after kill -9.
 
-Every child runs below a guard of its own (`ttrl.system.process_guard`, which explains how nothing
-can stay behind) and writes to a log. Nothing is ever found or killed by name. `reap_leftovers` ends
-what a run left behind whose guard was killed, too.
+Every child runs below its own guard (`ttrl.system.process_guard` explains the mechanism) and writes
+to a log. Nothing is ever found or killed by name. `reap_leftovers` ends the leftovers of a run even
+if the guard was killed, too.
 """
 
 import contextlib
@@ -27,13 +26,13 @@ from ttrl.system.process_guard import MARK_VARIABLE, ProcessId
 
 logger = logging.getLogger(__name__)
 
-RECORD_SUFFIX = ".pids.json"  # next to the log: what `reap_leftovers` looks for
+RECORD_SUFFIX = ".pids.json"  # next to the log; sought by `reap_leftovers`
 LOOPBACK = (
     {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if (1, "lo") in socket.if_nameindex()
     else {}
 )
-"""Has processes of one machine listen for each other there alone, not at the address of the
+"""Makes processes of one machine listen for each other on loopback only, not at the address of the
 machine's name.
 """
 _SECRET_WORDS = (
@@ -53,8 +52,8 @@ _LONGEST_LINE = 400
 
 
 def without_secrets() -> dict[str, str]:
-    """Return this process's environment for other people's code: no variable of AWS or Azure, no
-    key, token, secret or password, and no address of a database or an agent.
+    """Return this process's environment for foreign code: no variable of AWS or Azure, no key,
+    token, secret or password, and no address of a database or an agent.
     """
     return {name: value for name, value in os.environ.items() if not _is_secret(name.upper())}
 
@@ -70,7 +69,7 @@ def _is_secret(name: str) -> bool:
 
 
 class ChildProcess:
-    """One child process with its own session, a log file, and a guard that ends it and all of its
+    """Run one child process with its own session, a log file, and a guard to end it and all of its
     descendants with us.
 
         with ChildProcess(["tune", "run", ...], "runs/NAME/logs/trainer.log") as child:
@@ -82,11 +81,10 @@ class ChildProcess:
     env: the child's whole environment, as for `subprocess.Popen`; None inherits ours. Never written
         to a file or command line.
     cwd: the folder to start in.
-    pipes: descriptors for the child's stdin and stdout, which the caller closes after the start; by
+    pipes: descriptors for the child's stdin and stdout, closed by the caller after the start; by
         default it reads nothing.
 
-    An object belongs to one thread at a time. A child that nobody stops is ended when our process
-    ends.
+    An object belongs to one thread at a time. A child never stopped ends with our process.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class ChildProcess:
         self.log_path = Path(log_path).absolute()
         self.record_path = self.log_path.with_name(self.log_path.name + RECORD_SUFFIX)
         self.pid = 0
-        """Of the child itself, not of its guard; 0 before the start."""
+        """The child's pid, not its guard's; 0 before the start."""
         self.returncode: int | None = None
         """The child's exit code, negative for a signal; None until it and its descendants are gone.
         """
@@ -110,15 +108,15 @@ class ChildProcess:
         self._pipes = pipes
         self._mark = secrets.token_hex(16)
         self._guard: subprocess.Popen[bytes] | None = None
-        # Told by the end of its socket: a dying process closes its files a moment before its parent
-        # can wait for it.
+        # Known from the end of its socket: a dying process closes its files a moment before its
+        # parent can wait for it.
         self._guard_ended = False
         self._buffer = b""
         self._log_start = 0
 
     def start(self) -> Self:
-        """Start the child. Raises UserError when the command cannot be executed, StorageError when
-        the log cannot be written.
+        """Start the child. Raises UserError if the command cannot be executed, StorageError if the
+        log cannot be written.
         """
         if self._guard is not None:
             raise RuntimeError(
@@ -150,7 +148,7 @@ class ChildProcess:
                 self._guard = subprocess.Popen(
                     [
                         sys.executable,
-                        # Nothing of the user's environment or site-packages is loaded.
+                        # Loads nothing from the user's environment or site-packages.
                         "-I",
                         "-S",
                         process_guard.__file__,
@@ -160,10 +158,10 @@ class ChildProcess:
                     stdout=log if self._pipes is None else self._pipes[1],
                     stderr=log,
                     pass_fds=(theirs.fileno(),),
-                    # setproctitle (vLLM) would write over the environment, and so over the mark.
+                    # setproctitle (vLLM) would overwrite the environment, and so the mark.
                     env={"SPT_NOENV": "1", **self._env, MARK_VARIABLE: self._mark},
                     cwd=self._cwd,
-                    start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+                    start_new_session=True,  # we handle Ctrl-C in the terminal
                 )
         except OSError as error:
             self._fail(error.strerror or str(error))
@@ -175,9 +173,7 @@ class ChildProcess:
         return self
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the child or a descendant of it lives. Does not
-        wait.
-        """
+        """Return the exit code, or None while the child or a descendant lives. Does not wait."""
         if self.returncode is None:
             self._take_end(timeout=0.0)
         return self.returncode
@@ -196,9 +192,9 @@ class ChildProcess:
         return self.returncode
 
     def stop(self, timeout: float = 10.0) -> int | None:
-        """Ask the child to end (TERM), end what is left after `timeout` seconds (KILL), and return
-        the exit code when all are gone: the child's own if it had ended before, None if it was
-        never started. Harmless when repeated.
+        """Ask the child to end (TERM) and end the rest after `timeout` seconds (KILL). Return the
+        exit code when all are gone: the child's own if it had ended before, None if it was never
+        started. Harmless when repeated.
         """
         if self._guard is not None and self.poll() is None:
             self._tell(str(timeout))
@@ -222,7 +218,7 @@ class ChildProcess:
         self.stop()
 
     def _tell(self, order: str) -> None:
-        # A guard that has just ended has left a report, or none.
+        # A just-ended guard has left a report, or none.
         with contextlib.suppress(ConnectionError):
             self._control.sendall(order.encode() + b"\n")
 
@@ -235,7 +231,7 @@ class ChildProcess:
         raise UserError(f"cannot start {self.command[0]!r}{where}: {reason}")
 
     def _next_report(self, timeout: float | None) -> dict[str, Any] | None:
-        """Return the guard's next message; None when none comes in `timeout` seconds, or the guard
+        """Return the guard's next message; None if none comes in `timeout` seconds, or the guard
         has ended (`_guard_ended`).
         """
         self._control.settimeout(timeout)
@@ -271,8 +267,8 @@ class ChildProcess:
                     report["left"],
                 )
         else:
-            # The guard was killed, and the kernel killed the child with it; descendants of the
-            # child may be left.
+            # The guard was killed, and the kernel killed the child with it; the child's descendants
+            # may be left.
             ended = _reap(self.record_path, even_of_living_owner=True)
             logger.warning(
                 "the guard of %s was killed; ended what was left: %s", self.command[0], ended
@@ -282,7 +278,7 @@ class ChildProcess:
 
 def log_tail(path: Path, start: int, n_lines: int) -> str:
     """Return the last lines of a log from byte `start` on, long ones shortened, without colours; ""
-    when there are none.
+    without any.
     """
     try:
         with open(path, "rb") as file:
@@ -301,12 +297,12 @@ def log_tail(path: Path, start: int, n_lines: int) -> str:
 
 
 def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:
-    """End the processes that killed runs left behind whose logs lie anywhere below `folder`,
-    recognised by pid and start time, or by the random mark in their environment; return their pids.
-    Children of a ttrl process that is alive are left alone.
+    """End the leftover processes of killed runs with logs anywhere below `folder`; return their
+    pids. They are recognised by pid and start time, or by the random mark in their environment.
+    Children of a living ttrl process keep running.
     """
     ended = []
-    # What is left may still rename folders.
+    # Leftover processes may still rename folders.
     below = [Path(place, name) for place, _, names in os.walk(folder) for name in names]
     for record_path in sorted(path for path in below if path.name.endswith(RECORD_SUFFIX)):
         ended += _reap(record_path)

@@ -1,4 +1,4 @@
-"""Name the processor, and remember the fastest matrix products that it was seen to compute."""
+"""Name the processor, and remember its fastest measured matrix products."""
 
 import contextlib
 import platform
@@ -8,7 +8,7 @@ from ttrl.system.files import keep_figure
 
 
 def cpu_name() -> str:
-    """Return the processor's name, or its architecture's where the system does not say."""
+    """Return the processor's name, or its architecture's if the system does not say."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         for line in lines:
@@ -19,11 +19,11 @@ def cpu_name() -> str:
 
 
 def best_product(shape: tuple[int, int, int], dtype: str, processor: str, speed: float) -> float:
-    """Return the best FLOP/s at which a product [tokens, k] x [k, n] was ever measured on a
-    processor, `speed` among them. Kept in `peaks.json` of the user's cache: beside a server that is
-    busy, or starts, a product takes several times as long.
+    """Return the best measured FLOP/s of a product [tokens, k] x [k, n] on a processor, `speed`
+    included. Kept in `peaks.json` of the user's cache: next to a busy or starting server, a product
+    takes several times as long.
 
-    processor: its name; of a CPU, with the number of threads and what PyTorch uses of it.
+    processor: its name; of a CPU, with the number of threads and PyTorch's use of it.
     """
     tokens, k, n = shape
     return keep_figure(

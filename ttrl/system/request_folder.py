@@ -1,17 +1,16 @@
-"""Requests and answers between processes, as files that appear in a folder: how the loop talks to a
-resident trainer.
+"""Exchange requests and answers between processes, such as loop and resident trainer, as files in a
+folder.
 
-    request-000001.yaml   written by the one who asks, numbered from 1
-    handover-000001.json  written by the one who does it, where others may use its result before it
+    request-000001.yaml   written by the asking process, numbered from 1
+    handover-000001.json  written by the answering process if others may use its result before it
     is on disk
-    answer-000001.json    written by the one who does it, once it is done
-    stop                  no request will come any more
+    answer-000001.json    written by the answering process at the end
+    stop                  no further request will come
 
-Any number of processes may follow one folder, on other hosts too where it is on a shared file
-system: each looks for itself, so nothing can time out while there is nothing to do. Looking costs
-1% of a core, and a request is answered 21 ms after it was made; inotify(7) took 6 ms, and 60 lines
-more (measured on two busy cores). A folder belongs to one conversation: whoever starts another
-takes another folder.
+Any number of processes may follow one folder, also from other hosts on a shared file system: each
+looks for itself, so no wait for work can time out. Looking costs 1% of a core, and an answer comes
+21 ms after its request; inotify(7) took 6 ms, and 60 lines more (measured on two busy cores). A
+folder belongs to one conversation; another needs another folder.
 """
 
 import json
@@ -26,8 +25,8 @@ LOOK_SECONDS = 0.02
 
 
 class RequestFolder:
-    """The names in such a folder, and their reading and writing. Nothing is fsynced: after a power
-    loss nobody is left to ask.
+    """Name, read and write the files of such a folder. Nothing is fsynced: after a power loss no
+    process is left to ask.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -59,8 +58,8 @@ class RequestFolder:
         self.put(self.handover(number), json.dumps(facts) + "\n")
 
     def next_request(self, number: int) -> Path | None:
-        """Wait for request `number`; return None when there will be none: the conversation has
-        ended, or its folder is gone.
+        """Wait for request `number`; return None if the conversation has ended, or its folder is
+        gone.
         """
         while not again((wanted := self.request(number)).exists):
             if again(self.stop.exists) or not again(self.path.is_dir):

@@ -1,12 +1,11 @@
-"""A time limit for a piece of Python that somebody else wrote, such as a chat template, in any
-thread of this process.
+"""Limit the time of foreign Python code, such as a chat template, in any thread of this process.
 
     with time_limit(10.0):
         text = template.render(…)
 
-It is ended between two steps of Python: a loop is, a single call into C (one huge power) is not
-until it returns. What is not trusted at all belongs into a process of its own; that is 100 ms for
-the first and a copy of all arguments for each.
+The code is ended between two steps of Python. This ends a loop, but a single call into C (one huge
+power) ends only at its return. Untrusted code needs its own process; this costs 100 ms for the
+first and a copy of all arguments for each.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ class _Block:
 
 _lock = threading.Lock()
 _blocks: dict[int, _Block] = {}
-"""By thread: the block that it is in."""
+"""The current block of each thread."""
 _watcher: threading.Thread | None = None
 
 
@@ -52,7 +51,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
-            # So that no more than one is still on its way, and may come at any call below.
+            # Leaves at most one exception in flight, due at any call below.
             block.due = math.inf
             try:
                 _leave(me, block)
@@ -63,15 +62,13 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _leave(me: int, block: _Block) -> None:
-    """End this thread's block; _Overdue if it was raised in it, and then none is on its way any
-    more.
-    """
+    """End this thread's block; raise _Overdue if it was raised in it, leaving none in flight."""
     with _lock:
         _blocks.pop(me, None)
     if block.raised:
-        # Raised once more, in place of what has perhaps not come yet. Taking it back (NULL) would
-        # leave CPython with a signal that nobody answers: where code is traced (a debugger,
-        # coverage), 3.11 then loops for ever.
+        # Raised once more, replacing one perhaps still in flight. Taking it back (NULL) would leave
+        # CPython with an unanswered signal: in traced code (a debugger, coverage), 3.11 then loops
+        # endlessly.
         _raise_in(me)
         while True:
             pass
@@ -83,7 +80,7 @@ def _watch() -> None:
         now = time.monotonic()
         with _lock:
             for thread, block in _blocks.items():
-                if now > block.due:  # again, until it is out of whatever catches exceptions
+                if now > block.due:  # again, until it is past any handler catching exceptions
                     block.raised = True
                     _raise_in(thread)
 

@@ -96,7 +96,7 @@ def check_tied_head(files: Iterable[Path]) -> None:
 
 
 def _difference(head: StoredTensor, embedding: StoredTensor) -> str | None:
-    """Describe the first difference between two tensors; None where all values are equal."""
+    """Describe the first difference between two tensors; None if all values are equal."""
     if head.shape != embedding.shape:
         return f"its shape is {list(head.shape)}, not {list(embedding.shape)}"
     dtypes = {head.dtype, embedding.dtype}

@@ -1,9 +1,7 @@
-"""Reading the answer out of a reply: where it stands. For graders; every function takes linear
-time.
+"""Find the answer in a reply. For graders; every function takes linear time.
 
-Replies come from a model that is paid for whatever a grader takes for right, so one rule holds for
-all of them: the last answer counts, what a model thinks aloud does not, and what cannot be read for
-certain is not an answer.
+The model is paid for anything a grader takes for right, so one rule holds for all replies: the last
+answer counts, thinking aloud does not, and uncertain readings are no answer.
 """
 
 import re
@@ -15,8 +13,8 @@ _BOXED = re.compile(r"\\boxed\s*\{")
 
 
 def reply_text(choice: Choice) -> str:
-    """Return the whole of the model's turn: what the prompt wrote of it, thinking that the server
-    took out, and the content.
+    """Return the whole of the model's turn: its beginning in the prompt, any thinking removed by
+    the server, and the content.
     """
     return opening_of(choice) + (choice.message.content or "")
 
@@ -32,15 +30,15 @@ def opening_of(choice: Choice) -> str:
 
 
 def place_in_content(choice: Choice, rest: str, place: int) -> float:
-    """Return where a place in `rest`, with which the reply ends, lies in its content: for
+    """Convert a place in `rest`, the end of the reply, to a place in its content, for
     `ANSWER_END`.
     """
     return float(len(choice.message.content or "") - len(rest) + place)
 
 
 def after_thinking(text: str) -> str:
-    """Return what follows the last `</think>`; "" for thinking that never ends; everything where
-    there is none.
+    """Return the text after the last `</think>`; "" for unfinished thinking; everything without
+    thinking.
     """
     end = text.rfind("</think>")
     start = text.rfind("<think>")
@@ -52,10 +50,10 @@ def after_thinking(text: str) -> str:
 
 
 def tagged_answer(text: str, opening: str = "") -> str | None:
-    """Return the answer of a reply that is `<think>…</think>`, then `<answer>…</answer>`, once
+    """Return the answer of a reply of the form `<think>…</think>`, then `<answer>…</answer>`, once
     each, and nothing else.
 
-    opening: the beginning of the text that the prompt wrote, or a server's parser took out (see
+    opening: the beginning of the text, written by the prompt or removed by a server's parser (see
     `opening_of`). Its tags count like the model's own. If thinking ends in it, the rest may have
     all tags again.
     """
@@ -81,8 +79,8 @@ def _between_tags(text: str) -> str | None:
 
 
 def find_tagged(text: str) -> tuple[int, int] | None:
-    """Return (start, end) of what the last `<answer>` tags hold, open ones too (a stop string cuts
-    the closing tag off).
+    """Return (start, end) of the content of the last `<answer>` tags, open ones too (a stop string
+    cuts the closing tag off).
     """
     lower = ascii_lower(text)
     start = lower.rfind("<answer>")
@@ -107,7 +105,7 @@ def find_after(text: str, mark: str, *, skip: str = "", most: int = 0) -> tuple[
 
 
 def latest(text: str, *places: tuple[int, int] | None) -> str | None:
-    """Return what stands at that of these places that begins last; None where there are none."""
+    """Return the text at the last-beginning place; None without a place."""
     start, end = max((place for place in places if place is not None), default=(0, -1))
     if end >= 0:
         return text[start:end]
@@ -115,7 +113,7 @@ def latest(text: str, *places: tuple[int, int] | None) -> str | None:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not empty, nor the end of a code block."""
+    """Return the last line, ignoring empty ones and the end of a code block."""
     text = text.rstrip(" \t\r\n`")
     return text[text.rfind("\n") + 1 :]
 
@@ -137,11 +135,10 @@ def find_boxed(text: str) -> tuple[int, int] | None:
 
 
 def marked(text: str) -> str | None:
-    r"""Return what the reply marks as its answer, by `<answer>` tags, `\boxed{}` or `####`,
-    whichever begins last, or None.
+    r"""Return the reply's marked answer, by `<answer>` tags, `\boxed{}` or `####`, whichever begins
+    last, or None.
 
-    After `####` that is the rest of the line, or the next line that is not empty where the rest
-    holds no digit.
+    After `####` it is the rest of the line, or the next non-empty line if the rest holds no digit.
     """
     text = text.replace("＃", "#")
     after = find_after(text, "####")
@@ -152,7 +149,7 @@ def marked(text: str) -> str | None:
 
 
 def ascii_lower(text: str) -> str:
-    """Lower the letters a to z alone: `str.lower` can change the length of a text ("İ")."""
+    """Lower only the letters a to z: `str.lower` can change the length of a text ("İ")."""
     if text.isascii():
         return text.lower()
     return "".join(c.lower() if c.isascii() else c for c in text)

@@ -1,8 +1,6 @@
-"""ARC-AGI: find the rule that turns input grids into output grids, and apply it (Chollet 2019,
-arXiv 1911.01547).
+"""ARC-AGI: find the rule from input to output grids, and apply it (Chollet 2019, arXiv 1911.01547).
 
-A grid has 1 to 30 rows and columns of colours 0–9. All test inputs of a task are asked for in one
-prompt.
+A grid has 1 to 30 rows and columns of colours 0–9. One prompt asks for all test inputs of a task.
 """
 
 import hashlib
@@ -38,7 +36,7 @@ _INSTRUCTION = (
     "Write {answer} at the end of your reply: one line for each row, digits separated by spaces, "
     "as above."
 )
-# What may stand around the digits of a row; words, points and signs may not.
+# Allowed around the digits of a row; words, points and signs are not.
 _ROW = str.maketrans({character: " " for character in ",|[](){};'\"\t\r\u200b\u00a0"})
 _BREAKS = ("<answer>", "</answer>", "```")
 _BREAK = "\n#\n"
@@ -75,7 +73,7 @@ class ARCGrader:
 
     The last grids of the reply count, after any thinking: as many as there are test inputs, in
     their order. If there are fewer, they answer the first test inputs. Empty lines within grids are
-    passed over if all that is written without other lines between makes up the answers then.
+    ignored if the grids between two other lines then make up the answers.
     """
 
     expected: tuple[Grid, ...]
@@ -83,7 +81,7 @@ class ARCGrader:
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 1 if all are right, "cells": mean share of equal cells,
-        "shape": share of right shapes}), and where the last grid ends (`ttrl.records.ANSWER_END`).
+        "shape": share of right shapes}), and the end of the last grid (`ttrl.records.ANSWER_END`).
         """
         answer = after_thinking(reply_text(choice))
         grids = _answers(_read_tables(answer), self.expected)
@@ -119,16 +117,16 @@ def _equal_share(grid: Grid | None, right: Grid) -> float | None:
 
 @dataclass(frozen=True)
 class _Table:
-    """A grid as it is written, in lines next to each other."""
+    """A grid in adjacent lines of text."""
 
     rows: Grid
     has_heading: bool
     """A line of dashes follows its first row."""
     goes_on: bool
-    """Only empty lines lie between it and the grid before."""
+    """Only empty lines separate it from the previous grid."""
 
     def without_numbers(self, height: int) -> Grid:
-        """Return its rows, without a heading that numbers the columns and makes it too high."""
+        """Return its rows, without an extra heading of column numbers."""
         numbers = [tuple(range(first, first + len(self.rows[0]))) for first in (0, 1)]
         if self.has_heading and len(self.rows) == height + 1 and self.rows[0] in numbers:
             return self.rows[1:]
@@ -136,11 +134,11 @@ class _Table:
 
 
 def read_grids(text: str) -> list[Grid]:
-    """Return every grid of a text: lines next to each other of the same number of digits.
+    """Return every grid of a text: adjacent lines of the same number of digits.
 
-    Read are "1 2 3", "1, 2, 3", "123", "| 1 | 2 | 3 |" with and without lines of dashes, and
-    [[1, 2], [3, 4]] in one line or several, in digits of any script. A line that holds anything
-    else ends a grid; so does a row of another length, which begins a new one.
+    Accepted are "1 2 3", "1, 2, 3", "123", "| 1 | 2 | 3 |" with and without lines of dashes, and
+    [[1, 2], [3, 4]] in one line or several, in digits of any script. A line with anything else ends
+    a grid; a row of another length begins a new one.
     """
     return [table.rows for table in _read_tables(text)]
 
@@ -181,12 +179,12 @@ def _read_tables(text: str) -> list[_Table]:
 
 
 def _is_rule(line: str) -> bool:
-    """Tell whether a line is |---|:-:| or +---+---+ of a table; a line of dashes alone is not."""
+    """Tell whether a line is |---|:-:| or +---+---+ of a table; a line of only dashes is not."""
     return "-" in line and ("|" in line or "+" in line) and not line.strip("-|+:= \t\r")
 
 
 def _answers(tables: Sequence[_Table], expected: Sequence[Grid]) -> list[Grid]:
-    """Return the last grids, at most one for each of those that are expected."""
+    """Return the last grids, at most one for each expected grid."""
     heights = [len(grid) for grid in expected]
     last = tables[-len(heights) :]
     grids = [table.without_numbers(height) for table, height in zip(last, heights)]
@@ -199,7 +197,7 @@ def _answers(tables: Sequence[_Table], expected: Sequence[Grid]) -> list[Grid]:
 
 
 def _joined(pieces: Sequence[Grid], heights: Sequence[int]) -> list[Grid]:
-    """Join pieces to grids of these heights; [] unless that takes up all of them."""
+    """Join pieces to grids of these heights; [] unless all pieces are used."""
     left = list(pieces)
     grids = []
     for height in heights:
@@ -215,7 +213,7 @@ def _joined(pieces: Sequence[Grid], heights: Sequence[int]) -> list[Grid]:
 
 
 def _end(text: str) -> int:
-    """Return where the last line that holds a row ends, in characters; 0 without one."""
+    """Return the end of the last row, in characters; 0 without one."""
     lines = text.split("\n")
     while lines and not read_grids(lines[-1]):
         lines.pop()
@@ -223,8 +221,8 @@ def _end(text: str) -> int:
 
 
 def _bracketed(line: str) -> list[str]:
-    """Cut [[1, 2], [3, 4]] into its rows, with an empty piece around each list of lists, whatever
-    words stand before it.
+    """Cut [[1, 2], [3, 4]] into its rows, with an empty piece around each list of lists, after any
+    words.
     """
     pieces: list[str] = []
     for piece in line.replace("]]", "]\n]").split("]"):
@@ -265,19 +263,19 @@ def get_arc_agi_tasks(
     augment: Collection[str] = (),
     max_cells: int | None = None,
 ) -> list[Task]:
-    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides which and
-    in which order.
+    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides selection
+    and order.
 
     train: the data set's training puzzles without those of validation, one in ten by a hash of the
         id. test: its evaluation set.
     path: a folder with `training` and `evaluation` (.jsonl, .json, .csv, .parquet, or folders of
         json files, as published), one file, or an id on the Hugging Face hub; rows have "train" and
-        "test", lists of {"input", "output"}, and "id" if they like.
+        "test", lists of {"input", "output"}, and optionally "id".
     augment: any of "rotations", "reflections", "colours": each training puzzle is shown under a
-        random one of them, all of its grids alike; the seed decides. Validation and test are never
-        changed.
-    max_cells: leaves out puzzles with more cells in all of their grids, which is about half the
-        tokens of the prompt.
+        random one of them, all of its grids alike; the seed decides. Validation and test never
+        change.
+    max_cells: leaves out puzzles with more cells in all of their grids, about half the tokens of
+        the prompt.
     """
     check_name("split", split, ("train", "validation", "test"), "arc_agi")
     check_share("partial_credit", partial_credit)
@@ -338,7 +336,7 @@ def write_prompt(puzzle: ARCPuzzle) -> str:
 
 
 def augmented(puzzle: ARCPuzzle, rng: random.Random, augment: Collection[str]) -> ARCPuzzle:
-    """Return the puzzle turned, mirrored and recoloured: one random change for all of its grids.
+    """Return the puzzle rotated, mirrored and recoloured: one random change for all of its grids.
     The rule stays a rule.
     """
     if "rotations" in augment:
@@ -348,7 +346,7 @@ def augmented(puzzle: ARCPuzzle, rng: random.Random, augment: Collection[str]) -
     mirror = "reflections" in augment and rng.random() < 0.5
     colours = list(range(10))
     if "colours" in augment:
-        # Fisher and Yates's shuffle, with random() alone: the same in every version of Python.
+        # Fisher and Yates's shuffle, with only random(): the same in every version of Python.
         for last in range(9, 0, -1):
             other = int(rng.random() * (last + 1))
             colours[last], colours[other] = colours[other], colours[last]

@@ -1,8 +1,8 @@
 """Chess: find the best move of a position. Needs the package chess (python-chess), of the `tasks`
 extra.
 
-Positions come from files of one's own: lichess puzzles, test suites in EPD, or rows that name the
-best moves and, where they are known, the points of others.
+Positions come from your own files: lichess puzzles, test suites in EPD, or rows with the best moves
+and any known points of others.
 """
 
 import itertools
@@ -58,7 +58,7 @@ _PLAIN = (
 _ROOKWORLD = re.compile(r"P:\s*(\S+(?: \S+)+)\s+M:\s*(\S.*?)\s+E:\s*(\S.*?)\s+B:\s*(\S+)\s*")
 _FIGURES = str.maketrans("♔♕♖♗♘♚♛♜♝♞", "KQRBNKQRBN") | dict.fromkeys(map(ord, "♙♟"), "")
 _LONGEST = 200
-"""Characters of an answer that are looked at."""
+"""Limit on the characters read of an answer."""
 
 
 class Judge(Protocol):
@@ -69,8 +69,8 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """best: moves in coordinates (UCI); points: of moves that are known, from 0 to 1; candidates:
-    moves and their evaluations in pawns, as a reply in style "P" should name them."""
+    """best: moves in coordinates (UCI); points: of known moves, from 0 to 1; candidates: moves and
+    their evaluations in pawns, expected of a reply in style "P"."""
 
     id: str
     fen: str
@@ -81,16 +81,16 @@ class Position:
 
 @dataclass(frozen=True)
 class ChessGrader:
-    r"""1 for a best move or a mate; else the move's points where they are known, or the judge's; at
-    least legal_reward if it is legal. 0 for anything else.
+    r"""1 for a best move or a mate; else the move's known points, or the judge's; at least
+    legal_reward if it is legal. 0 for anything else.
 
-    style "plain": the move stands in the last `<answer>` tags or `\boxed{}`, or after the last
-    "best move:"; else it is the last line. style "P": it stands after the last `B:`. Coordinates
-    (e2e4, e2-e4) and algebraic notation (Nf3, O-O) are read.
+    style "plain": the move is in the last `<answer>` tags or `\boxed{}`, or after the last "best
+    move:"; else it is the last line. style "P": it follows the last `B:`. Coordinates (e2e4, e2-e4)
+    and algebraic notation (Nf3, O-O) are read.
 
-    With `candidates`, as RookWorld-LM writes them: half of the reward is for the move; 0.3 for the
-    share of the candidates that are named, of as many as there are; 0.2 for evaluations, each a
-    pawn off earning nothing.
+    With `candidates`, in RookWorld-LM's format: half of the reward is for the move; 0.3 for the
+    share of candidates named, of as many as there are; 0.2 for evaluations, each a pawn off earning
+    nothing.
     """
 
     fen: str
@@ -122,7 +122,7 @@ class ChessGrader:
         return reward, metrics
 
     def chance(self) -> float:
-        """Return how often a random legal move is a best one."""
+        """Return the chance of a random legal move being a best one."""
         board = chess.Board(self.fen)
         moves = list(board.legal_moves)
         return sum(self._is_best(board, move) for move in moves) / len(moves)
@@ -170,9 +170,7 @@ class ChessGrader:
 
 
 def read_move(board: "chess.Board", text: str) -> "chess.Move | None":
-    """Return the legal move that a text is, in coordinates or algebraic notation; None for anything
-    else.
-    """
+    """Return a text's legal move, in coordinates or algebraic notation; None for anything else."""
     text = as_typed(text.translate(_FIGURES)).replace("\\", "").strip(" \t\r\n*_`\"'.,;:()[]$!?")
     if len(text) > _LONGEST:
         return None
@@ -206,9 +204,7 @@ def _answer(text: str, style: Style) -> str:
 
 
 def _after(text: str, mark: str, *ends: str) -> list[str]:
-    """Return the words between the last of a mark and the first of its ends; none where it is
-    missing.
-    """
+    """Return the words between the last mark and the first of its ends; none without the mark."""
     start = text.rfind(mark)
     if start >= 0:
         rest = text[start + len(mark) : start + len(mark) + _LONGEST]
@@ -220,7 +216,7 @@ def _after(text: str, mark: str, *ends: str) -> list[str]:
 
 
 def _number(text: str | None) -> float:
-    """Return the number that a text is, else infinity."""
+    """Return a text's number, else infinity."""
     if text is not None and re.fullmatch(r"[+-]?\d{1,4}(\.\d{1,4})?", text, re.ASCII):
         return float(text)
     return math.inf
@@ -236,19 +232,18 @@ def get_chess_tasks(
     legal_reward: float = 0.0,
     judge: Judge | None = None,
 ) -> list[Task]:
-    """Return `n` positions (None: all of the split), none twice; in train, the seed decides which
-    and in which order.
+    """Return `n` positions (None: all of the split), none twice; in train, the seed decides
+    selection and order.
 
     Of a single file, test is all positions; train and validation are parts of them, one in ten for
     validation, by a hash of the position. path: an `.epd` file with `bm` (and points in `c8` and
-    `c9`, as the Strategic Test Suite has them); or rows (see `ttrl.tasks.datasets`) with "fen",
+    `c9`, as in the Strategic Test Suite); or rows (see `ttrl.tasks.datasets`) with "fen",
     "best_move_uci" (a move or a list) and maybe "points_uci" ({move: 0 to 100}); or lichess's
-    puzzle table with "FEN" and "Moves", whose first move is the opponent's. style: "plain", a
+    puzzle table with "FEN" and "Moves", beginning with the opponent's move. style: "plain", a
     question in words; "P", `P: `, the position and a space, to be continued by `M:` candidates,
-    `E:` their
-        values, `B:` the best move, as small models that are trained on chess alone do it
-        (RookWorld-LM). Rows whose "text" is all of that are read too, and others of the same column
-        passed over (its data has two kinds).
+    `E:` their values, `B:` the best move, the format of small models trained only on chess
+    (RookWorld-LM). Rows with all of that as "text" are read too, and others of the same column
+    skipped (its data has two kinds).
     judge: see `ChessGrader`. Raises TaskError.
     """
     check_name("split", split, ("train", "validation", "test"), "chess")
@@ -291,7 +286,7 @@ def get_chess_tasks(
 
 
 def _key(position: Position) -> str:
-    """Return the position without its counters of moves: the same board is the same question."""
+    """Return the position without move counters: the same board is the same question."""
     return " ".join(position.fen.split()[:4])
 
 
@@ -338,7 +333,7 @@ def legal_move_examples(
 ) -> list[Example]:
     """Return `n` examples for supervised training, {"messages": [user, assistant]}: the first
     `positions` of training (None: all) in turn, each answered with a random legal move. They show
-    the format and the rules, and nothing of which move is good.
+    the format and the rules, not good moves.
     """
     graders = [
         task.grader
@@ -394,8 +389,8 @@ def _rookworld(text: str) -> Position | None:
 
 
 def _points(points: Mapping[str, Any]) -> dict[str, float]:
-    """Return points of 100 as shares. Moves without points (a table may have a column for all of
-    them) are left out.
+    """Convert points out of 100 to shares, without the moves that lack points (a table may have a
+    column for every move).
     """
     known = {move: value for move, value in points.items() if value is not None}
     if not all(isinstance(value, int | float) and 0 <= value <= 100 for value in known.values()):
@@ -410,7 +405,7 @@ def _position(
     points: dict[str, float],
     candidates: Mapping[str, float] = MappingProxyType({}),
 ) -> Position:
-    """Return the position after checking that every move is legal. Raises RowError."""
+    """Return the position after checking every move for legality. Raises RowError."""
     try:
         board = chess.Board(fen)
     except ValueError as error:

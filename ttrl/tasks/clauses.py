@@ -1,10 +1,10 @@
-"""The clauses of a puzzle, and which of its clues are needed: asked of a SAT solver (MiniSat,
-through python-sat).
+"""Hold the clauses of a puzzle, and find its necessary clues with a SAT solver (MiniSat, through
+python-sat).
 
-A clue's clauses hold only where its switch, a variable, is true, and one more clause excludes the
-solution: so the clues settle the puzzle exactly where their switches contradict the clauses. Of the
-solver's answers only yes and no decide what is made, so a seed makes the same puzzle with every
-version of it, and with others: Glucose and CaDiCaL made the same ones.
+A clue's clauses hold only if its switch, a variable, is true, and one more clause excludes the
+solution: so the clues settle the puzzle exactly if their switches contradict the clauses. Only the
+solver's yes or no decides the result, so a seed makes the same puzzle with every version of it, and
+with others: Glucose and CaDiCaL made the same ones.
 
 Variables are 1, 2, 3, ...; a literal is a variable or its negative, as in the DIMACS format.
 """
@@ -16,14 +16,12 @@ from ttrl.tasks.datasets import optional_package
 
 
 def solver_class() -> Any:
-    """Return the class of the solver. Raises TaskError where python-sat is not installed."""
+    """Return the class of the solver. Raises TaskError without python-sat."""
     return optional_package("pysat.solvers", "puzzles are made with", "python-sat").Minisat22
 
 
 class Clauses:
-    """Clauses, and what can be true with them. Raises TaskError where python-sat is not
-    installed.
-    """
+    """Clauses, and tests of their satisfiability. Raises TaskError without python-sat."""
 
     def __init__(self) -> None:
         self._solver = solver_class()()
@@ -38,24 +36,23 @@ class Clauses:
         self._solver.add_clause(literals)
 
     def add_exactly_one(self, variables: Sequence[int]) -> None:
-        """Add that one of these is true and no other."""
+        """Require exactly one of these to be true."""
         self.add(variables)
         for place, one in enumerate(variables):
             for other in variables[:place]:
                 self.add((-one, -other))
 
     def contradict(self, assumptions: Sequence[int]) -> bool:
-        """Return whether the clauses and these literals cannot all be true."""
-        # Without limits this is the plain `solve`, which would turn Ctrl-C into an error of its
-        # own.
+        """Return whether the clauses contradict these literals."""
+        # Without limits this is the plain `solve`; it would turn Ctrl-C into an error of its own.
         return self._solver.solve_limited(assumptions, expect_interrupt=True) is False
 
     def needed(self, switches: Sequence[int]) -> list[int]:
-        """Leave out each of these in turn where the others contradict the clauses without it;
-        return those that stay.
+        """Leave out each of these in turn if the others contradict the clauses without it; return
+        the rest.
 
-        All together contradict the clauses. Nothing else can be asked afterwards: those that stay
-        are made clauses.
+        All together contradict the clauses. This must be the last query: the returned switches
+        become clauses.
         """
         assert self.contradict(switches), "what is to be reduced contradicts nothing"
         left = list(reversed(switches))
@@ -63,7 +60,7 @@ class Clauses:
         blamed = set(self._solver.get_core() or ())
         while left:
             switch = left.pop()
-            if switch not in blamed:  # what is to blame is still there, so the answer is known
+            if switch not in blamed:  # all the blamed ones are still there: the answer is known
                 continue
             if self.contradict(left):
                 blamed = set(self._solver.get_core() or ())

@@ -1,8 +1,8 @@
 """Countdown: reach a target from given numbers with + - × ÷. Easy to check, hard to guess; the task
 of TinyZero and of the television game. Puzzles are generated, with a solution each.
 
-Held out are whole sets of numbers, by a hash: no training puzzle, whatever its seed, has the
-numbers of a validation puzzle.
+Held out are whole sets of numbers, by a hash: no training puzzle, with any seed, has the numbers of
+a validation puzzle.
 """
 
 import ast
@@ -23,9 +23,9 @@ from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import as_typed, in_validation, pick
 
 LONGEST = 300
-"""Characters of an expression."""
+"""Limit on the characters of an expression."""
 DEEPEST = 40
-"""Parentheses inside each other; Python's parser has a limit, too."""
+"""Limit on nested parentheses; Python's parser has one, too."""
 _PROMPT = (
     "Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make "
     "{target}. You may think first. "
@@ -61,9 +61,9 @@ class CountdownGrader:
     r"""1.0 if the reply's expression uses the numbers, each as often as it is given, and has the
     target for its value.
 
-    The expression is what stands in the last `<answer>` tags or the last `\boxed{}`, after any
-    thinking; where there is neither, the last line. `= target` may stand behind it. valid_reward:
-    for an expression of the right numbers with another value.
+    The expression is the content of the last `<answer>` tags or the last `\boxed{}`, after any
+    thinking; without either, the last line. `= target` may follow it. valid_reward: for an
+    expression of the right numbers with another value.
     """
 
     numbers: tuple[int, ...]
@@ -90,7 +90,7 @@ class CountdownGrader:
 
 
 def read_expression(text: str) -> str:
-    """Return what a reply gives as its answer, with ASCII signs."""
+    """Return a reply's answer, with ASCII signs."""
     text = after_thinking(text)
     part = latest(text, find_tagged(text), find_boxed(text))
     if part is not None:
@@ -114,12 +114,12 @@ def read_expression(text: str) -> str:
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int], Fraction | None] | None:
-    """Evaluate whole numbers with + - * / and parentheses: (value, numbers used, what stands after
-    "=" or None).
+    """Evaluate whole numbers with + - * / and parentheses: (value, numbers used, text after "=" or
+    None).
 
-    Exact, and safe: of Python's own syntax tree, nothing else is evaluated. None for everything
-    that is no such expression, for divisions by zero, and beyond LONGEST characters. A sign before
-    a parenthesis or number ("-3") is allowed.
+    Exact, and safe: of Python's own syntax tree, nothing else is evaluated. None for anything else,
+    for divisions by zero, and beyond LONGEST characters. A sign before a parenthesis or number
+    ("-3") is allowed.
     """
     left, equals, right = expression.partition("=")
     try:
@@ -151,7 +151,7 @@ def _tree(text: str) -> ast.expr:
 
 def _value(tree: ast.expr) -> Fraction:
     if isinstance(tree, ast.Constant):
-        return Fraction(tree.value)  # type: ignore[arg-type]  # _ALLOWED has whole numbers alone
+        return Fraction(tree.value)  # type: ignore[arg-type]  # _ALLOWED has only whole numbers
     if isinstance(tree, ast.UnaryOp):
         if isinstance(tree.op, ast.USub):
             return -_value(tree.operand)
@@ -176,7 +176,7 @@ def get_countdown_tasks(
     targets up to largest_target.
 
     train: the seed decides. validation: the same for every seed, no two with the same numbers and
-    target; more of them begin with the same ones. Raises TaskError for impossible settings.
+    target; a larger `n` begins with the same ones. Raises TaskError for impossible settings.
     """
     check_name("split", split, ("train", "validation"), "countdown")
     check_count(n)
@@ -216,9 +216,7 @@ def get_countdown_tasks(
 
 
 def _draw(rng: random.Random, count: int, largest: int) -> tuple[list[int], str, Fraction]:
-    """Draw (numbers in an order that gives nothing away, an expression of them, its value, which
-    may be any).
-    """
+    """Draw (numbers in an uninformative order, an expression of them, its unrestricted value)."""
     numbers = [1 + int(rng.random() * largest) for _ in range(count)]
     terms = [(Fraction(number), str(number)) for number in numbers]
     while len(terms) > 1:

@@ -1,10 +1,9 @@
-"""Rows of a data set: from files of one's own, or from the Hugging Face hub; and which of them
-belong to a split.
+"""Load the rows of a data set, from local files or the Hugging Face hub, and split them.
 
 ttrl ships no data of others. A source is a file (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder
 with one file for each split (`train.jsonl`, `test.parquet`; or a split's parts,
 `train-00000-of-00002.parquet`; or a folder of json files, one row each), or the id of a data set on
-the hub, which the package `datasets` (the `tasks` extra) loads and keeps in its own cache.
+the hub. The package `datasets` (the `tasks` extra) loads it and keeps it in its own cache.
 """
 
 import contextlib
@@ -34,17 +33,17 @@ Source: TypeAlias = str | os.PathLike[str]
 
 _log = logging.getLogger(__name__)
 _LONGEST_FIELD = 2**31 - 1
-"""Bytes of a field in CSV; Python's own limit, 131,072, is below the length of some prompts."""
+"""Limit on the bytes of a CSV field; some prompts exceed Python's own limit, 131,072."""
 _SHOWN_CONFLICTS = 5
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
 class RowError(ValueError):
-    """An error in one row, which becomes a TaskError that names file and row."""
+    """An error in one row; becomes a TaskError with file and row."""
 
 
 class Rows(list[T]):
-    """Parsed rows, and where each of them stands: "data/test.jsonl, line 51"."""
+    """Parsed rows, and the place of each: "data/test.jsonl, line 51"."""
 
     def __init__(self, rows: Iterable[T], places: Iterable[str]) -> None:
         super().__init__(rows)
@@ -52,7 +51,7 @@ class Rows(list[T]):
         assert len(self) == len(self.places)
 
     def where(self, belongs: Callable[[T], bool]) -> "Rows[T]":
-        """Return the rows of which this is true."""
+        """Return the rows with a true `belongs`."""
         kept = [number for number, row in enumerate(self) if belongs(row)]
         return Rows([self[number] for number in kept], [self.places[number] for number in kept])
 
@@ -64,16 +63,16 @@ def load_rows(
     splits: Sequence[str] = (),
     config: str | None = None,
 ) -> Rows[T]:
-    """Load every row, as `parse` makes it of the row's fields.
+    """Load every row, parsed by `parse` from the row's fields.
 
-    splits: names that the split has in folders and on the hub, tried in this order; a single file
-        is read whole.
+    splits: names of the split in folders and on the hub, tried in this order; a single file is read
+        whole.
     config: the hub's configuration ("main"), in a folder one of its folders.
-    `parse` raises RowError, without a place, for rows that are not as they should be; the TaskError
-    made of it names file and row.
+    `parse` raises RowError, without a place, for bad rows; the resulting TaskError names file and
+    row.
 
-    Raises TaskError: no such file, of a kind that is not read, damaged, without rows; no such
-    split; no package for it.
+    Raises TaskError: no such file, of an unsupported kind, damaged, without rows; no such split; no
+    package for it.
     """
     where, rows = _open(source, splits, config)
     parsed = []
@@ -92,7 +91,7 @@ def load_rows(
 
 
 def field(row: Row, *names: str) -> Any:
-    """Return the first of these fields that has a value. Raises RowError."""
+    """Return the first of these fields with a value. Raises RowError."""
     for name in names:
         if row.get(name) is not None:
             return row[name]
@@ -102,7 +101,7 @@ def field(row: Row, *names: str) -> Any:
 
 
 def text_field(row: Row, name: str) -> str:
-    """Return a text that is not empty. Raises RowError."""
+    """Return a non-empty text. Raises RowError."""
     value = row[name] if name in row else field(row, name)  # null is not missing
     if not isinstance(value, str) or not value.strip():
         raise RowError(f"{name} is {short(value, 120)}; it must be a text that is not empty")
@@ -110,7 +109,7 @@ def text_field(row: Row, name: str) -> str:
 
 
 def list_field(row: Row, name: str) -> list[Any]:
-    """Return a list, also one that is written as JSON (csv). Raises RowError."""
+    """Return a list, decoded from JSON if necessary (csv). Raises RowError."""
     value = from_json(row[name] if name in row else field(row, name))
     if not isinstance(value, list):
         raise RowError(
@@ -120,9 +119,7 @@ def list_field(row: Row, name: str) -> list[Any]:
 
 
 def from_json(value: Any) -> Any:
-    """Return what a text says in JSON, as lists and objects are written in csv; anything else as it
-    is.
-    """
+    """Decode a JSON text (lists and objects in csv); return anything else unchanged."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -146,10 +143,11 @@ def select(
     answer: Callable[[T], object] = _answer_of,
 ) -> list[T]:
     """Return `n` rows of a split (None: all), no question twice: for "train" in an order given by
-    the seed, else always the same. More rows of the same split and seed begin with the same ones.
+    the seed, else always the same. A larger `n` with the same split and seed begins with the same
+    rows.
 
     key: names a row; its hash decides about split and order.
-    held_out: train and validation are the same file, of which one row in ten is for validation.
+    held_out: train and validation are the same file; one row in ten of it is for validation.
     question, answer: see `without_repeats`; a row's question is its key unless given.
 
     Raises TaskError if there are not enough.
@@ -178,11 +176,11 @@ def without_repeats(
     answer: Callable[[T], object],
     what: str,
 ) -> Rows[T]:
-    """Return the first row of each question, and log how many others there were.
+    """Return the first row of each question, and log the number of repeats.
 
-    A question that is asked twice counts twice in a mean, and makes its interval too narrow.
-    `question` says what makes two rows the same question. If their answers differ, the warning
-    names both rows and both answers.
+    A repeated question counts twice in a mean, and makes its interval too narrow. Rows with equal
+    `question` values have the same question. If their answers differ, the warning names both rows
+    and both answers.
     """
     named = rows
     if not isinstance(named, Rows):
@@ -213,7 +211,7 @@ def without_repeats(
 
 
 def puzzle_seeds(split: str, n: int | None, seed: int) -> list[str]:
-    """Return seeds for making `n` puzzles, which depend on `seed` for "train" alone. Raises
+    """Return seeds for making `n` puzzles. Only for "train" do they depend on `seed`. Raises
     TaskError.
     """
     n = check_count(n, "one puzzle")
@@ -225,7 +223,7 @@ def puzzle_seeds(split: str, n: int | None, seed: int) -> list[str]:
 
 
 def check_count(n: int | None, least: str = "one", *, may_be_none: bool = False) -> int:
-    """Return the number of tasks asked for, 0 for None. Raises TaskError unless it is a whole
+    """Return the requested number of tasks, 0 for None. Raises TaskError unless it is a whole
     number above 0.
     """
     if n is None and may_be_none:
@@ -236,22 +234,20 @@ def check_count(n: int | None, least: str = "one", *, may_be_none: bool = False)
 
 
 def check_name(option: str, value: str, known: Iterable[str], what: str) -> None:
-    """Raise TaskError, listing those there are, for a split or a style that `what` does not
-    have.
-    """
+    """Raise TaskError for a split or a style unknown to `what`, with a list of the known ones."""
     known = list(known)
     if value not in known:
         raise TaskError(f"{option} is {value!r}; {what} has {', '.join(map(repr, known))}")
 
 
 def check_share(option: str, value: float, *, below_one: bool = False) -> None:
-    """Raise TaskError for a share of the reward that is not from 0 to 1."""
+    """Raise TaskError for a share of the reward outside 0 to 1."""
     if not 0.0 <= value <= 1.0 or (below_one and value == 1.0):
         raise TaskError(f"{option} is {value}; give a number from 0 to {'less than ' * below_one}1")
 
 
 def is_file(path: Source) -> bool:
-    """Return whether a source is a single file, whose splits are parts of its rows."""
+    """Return whether a source is a single file; its splits are then parts of its rows."""
     return Path(path).expanduser().is_file()
 
 
@@ -285,8 +281,7 @@ def _open(
 
 
 def _in_folder(folder: Path, splits: Sequence[str], config: str | None) -> list[Path]:
-    """Return the file of the first of these splits that is there, or all of its parts, or its
-    folder.
+    """Return the file, all parts or the folder of the first available split.
 
     Copies of a data set on the hub have them in the folder `data`, or in one for each
     configuration.
@@ -315,7 +310,7 @@ def _in_folder(folder: Path, splits: Sequence[str], config: str | None) -> list[
 def _parts(folder: Path, split: str) -> list[Path]:
     """Return the parts of a split, train-00000-of-00002.parquet, in order; [] if there are none.
 
-    Raises TaskError if some are missing, or parts of two sets lie together.
+    Raises TaskError if some are missing, or two sets of parts are mixed.
     """
     parts = []
     for path in sorted(folder.glob(f"{glob.escape(split)}-*-of-*")):
@@ -379,7 +374,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(_LONGEST_FIELD)  # of the process; nothing relies on Python's lower one
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            # strict: else a field whose quotation mark is missing takes in the rest of the file
+            # strict: else a missing closing quotation mark takes in the rest of the file
             for place, row in _numbered(str(path), csv.DictReader(file, strict=True)):
                 if None in row or None in row.values():
                     raise TaskError(
@@ -425,8 +420,8 @@ def _one_each(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def optional_package(module: str, needs: str, package: str = "") -> Any:
-    """Import a module of the `tasks` extra; `needs`: "parquet files need". Raises TaskError that
-    says how to install it.
+    """Import a module of the `tasks` extra; `needs`: "parquet files need". Raises TaskError with
+    the command to install it.
     """
     try:
         return importlib.import_module(module)
@@ -464,11 +459,9 @@ def _from_hub(
 
 
 def _check_hub(where: str) -> None:
-    """Raise TaskError at once where the hub cannot be reached, whose client would try for half a
-    minute.
-    """
+    """Raise TaskError at once for an unreachable hub; its client would try for half a minute."""
     offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE")
-    # The cache is used; a proxy finds the address itself.
+    # Offline the cache serves; a proxy resolves the address itself.
     if offline or urllib.request.getproxies():
         return
     host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or ""

@@ -2,8 +2,7 @@
 2110.14168).
 
 The data set's own split names: "test" is its test file. One row in ten of its train file, by a hash
-of the question, is the validation split, so that a run can be watched without a look at the test
-file.
+of the question, is the validation split, to monitor a run without the test file.
 """
 
 import itertools
@@ -42,9 +41,7 @@ INSTRUCTIONS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class GSM8KProblem:
-    """One row: the question, the worked solution without calculator marks, and the number that is
-    right.
-    """
+    """One row: the question, the worked solution without calculator marks, and the right number."""
 
     question: str
     solution: str
@@ -56,9 +53,9 @@ class GSM8KGrader:
     r"""1.0 if the number of the reply's answer is right, else 0; with `format_reward` w: (1 −
     w)·right + w·format.
 
-    The answer is the last one that is marked, after any thinking: the last number after `####`, in
-    `\boxed{}` or `<answer>` tags. flexible: where nothing is marked, the last number of the reply
-    (what lm-evaluation-harness calls flexible-extract). format: see `follows_format`.
+    The answer is the last marked one, after any thinking: the last number after `####`, in
+    `\boxed{}` or `<answer>` tags. flexible: without a mark, the last number of the reply
+    (flexible-extract in lm-evaluation-harness). format: see `follows_format`.
     """
 
     expected: Fraction
@@ -67,8 +64,8 @@ class GSM8KGrader:
     flexible: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 0 or 1, "format": 0 or 1}), and where it is not `flexible`,
-        what it would call right if it were ("lenient")."""
+        """Return (reward, {"exact": 0 or 1, "format": 0 or 1}), and unless `flexible`, the flexible
+        verdict ("lenient")."""
         text = reply_text(choice)
         exact = self._is_right(text, self.flexible)
         formed = float(follows_format(text, self.style, opening_of(choice)))
@@ -85,7 +82,7 @@ class GSM8KGrader:
 
 
 def read_answer(text: str, *, flexible: bool = False) -> Fraction | None:
-    """Return the number that a reply gives as its answer; None without one."""
+    """Return the number given as a reply's answer; None without one."""
     text = after_thinking(text)
     part = marked(text)
     if part is None:
@@ -98,10 +95,10 @@ def read_answer(text: str, *, flexible: bool = False) -> Fraction | None:
 def follows_format(text: str, style: Style, opening: str = "") -> bool:
     r"""Return whether a reply has its style's form.
 
-    plain: the last line that is not empty is `####` and a number, and no other line has the mark.
-    boxed: exactly one `\boxed{}` with a number. r1: `<think>…</think>`, then `<answer>…</answer>`,
-    once each, and nothing before, between or after them. opening: the beginning of the text that
-    the prompt wrote, or a server's parser took out; see `tagged_answer`.
+    plain: the last non-empty line is `####` and a number, and no other line has the mark. boxed:
+    exactly one `\boxed{}` with a number. r1: `<think>…</think>`, then `<answer>…</answer>`, once
+    each, and nothing before, between or after them. opening: the beginning of the text, written by
+    the prompt or removed by a server's parser; see `tagged_answer`.
     """
     if style == "r1":
         answer = tagged_answer(text, opening)
@@ -114,8 +111,8 @@ def follows_format(text: str, style: Style, opening: str = "") -> bool:
 
 
 def write_number(value: Fraction) -> str:
-    """Write a number as GSM8K does: 18, -3, 2.5, without thousands separators; as a fraction where
-    no decimal is exact.
+    """Write a number as GSM8K does: 18, -3, 2.5, without thousands separators; as a fraction if no
+    decimal is exact.
     """
     if value.denominator == 1:
         return str(value.numerator)
@@ -144,12 +141,12 @@ def get_gsm8k_tasks(
     flexible: bool = False,
 ) -> list[Task]:
     """Return `n` problems (None: all of the split), no problem twice; in train, the seed decides
-    which and in which order.
+    selection and order.
 
     path: a folder with train.jsonl and test.jsonl, one file, or an id on the hub (see
         `ttrl.tasks.datasets`).
-    style: "plain" (####), "boxed", or "r1" (think and answer tags), which decides the prompt and
-        the format that is rewarded.
+    style: "plain" (####), "boxed", or "r1" (think and answer tags); decides the prompt and the
+        rewarded format.
     few_shot: solved problems before each question, as turns of the conversation, from the train
         file's training part, never the question itself; the same ones for every question.
     format_reward, flexible: see `GSM8KGrader`; 0 <= format_reward <= 1.
@@ -187,7 +184,7 @@ def gsm8k_examples(
     n: int | None = None, seed: int = 0, *, path: Source = "openai/gsm8k", style: Style = "plain"
 ) -> list[Example]:
     """Return solved training problems for supervised training, {"messages": [user, assistant]};
-    none of validation or test.
+    no validation or test problems.
     """
     problems = select(
         _load(path, "train"), lambda p: p.question, "train", n, seed, "gsm8k", held_out=True

@@ -1,5 +1,5 @@
 """Letter counting: "How many r are in strawberry?" → 3. Easy to say, easy to grade, hard for a
-model that reads in tokens.
+model reading tokens.
 
 Every count from 0 to 3 is asked equally often: most letters of most words occur once, and a model
 would learn to say 1. Words are generated (see words.py) and held out by a hash of the word: no word
@@ -24,16 +24,16 @@ from ttrl.tasks.words import get_words, in_validation
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MOST = 3
-"""The largest count that is asked for."""
+"""The largest count asked for."""
 _BULLET = re.compile(r"\A\s*- ")
-"""A list's mark at the start of a reply. A count has no sign."""
+"""A list marker at the start of a reply. A count has no sign."""
 
 
 @dataclass(frozen=True)
 class LetterCountingGrader:
     """1.0 if the last number of the reply, after any thinking, is the count, else `partial_credit`
-    / (1 + distance), and 0 without a number that can be read for certain: "2 or 3", "1.2.3" and
-    "3½" cannot.
+    / (1 + distance), and 0 without an unambiguous number: "2 or 3", "1.2.3" and "3½" are
+    ambiguous.
     """
 
     expected: int
@@ -71,7 +71,7 @@ def get_letter_counting_tasks(
     train: within a count, with probabilities in proportion to (letters of the word) **
         length_exponent; the seed decides.
     validation: the same for every seed, no two alike, so the counts are balanced only as far as
-        there are enough of each; more of them begin with the same ones.
+        there are enough of each; a larger `n` begins with the same ones.
     partial_credit: the reward of a wrong number is at most half of it; 0 <= partial_credit <= 1.
 
     Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there
@@ -101,9 +101,7 @@ def get_letter_counting_tasks(
 
 
 def spelled_count(word: str, letter: str) -> str:
-    """Return the answer of somebody who counts aloud while spelling: ("strawberry", "r") →
-    "str1awber2r3y: 3".
-    """
+    """Return the count aloud while spelling: ("strawberry", "r") → "str1awber2r3y: 3"."""
     counter = itertools.count(1)
     return (
         "".join(f"{x}{next(counter)}" if x == letter else x for x in word)
@@ -123,9 +121,9 @@ def letter_counting_examples(
     """Return `n` answered training questions for a supervised warm start, {"messages": [user,
     assistant]}; no validation words.
 
-    The answer is the number alone, or where `spelled` what `spelled_count` says, which is much
-    easier to learn: aloud, a model copies letters and remembers one number. `count_weights`: how
-    often counts 0, 1, 2, 3 are asked, in proportion to each other.
+    The answer is only the number, or with `spelled` the text of `spelled_count`, much easier to
+    learn: aloud, a model copies letters and remembers one number. `count_weights`: the relative
+    frequencies of counts 0, 1, 2, 3.
     """
     questions = _draw(
         random.Random(f"letter counting, examples, {seed}"),
@@ -145,8 +143,8 @@ def _asked(word: str, letter: str) -> str:
 
 @functools.cache
 def _pool(held_out: bool, min_length: int, max_length: int) -> list[list[tuple[str, str]]]:
-    """Return, for each count that occurs, all (word, letter) of a split; every letter that a word
-    lacks has count 0.
+    """Return, for each count, all (word, letter) of a split; letters missing from a word have count
+    0.
     """
     pool: list[list[tuple[str, str]]] = [[] for _ in range(MOST + 1)]
     for word in get_words(min_length, max_length):
@@ -198,7 +196,7 @@ def _draw(
 def _pick_weighted(rng: random.Random, cumulative: Sequence[float]) -> int:
     """Return an index, with probabilities in proportion to the steps of `cumulative`."""
     place = bisect.bisect_right(cumulative, rng.random() * cumulative[-1])
-    # A product that was rounded up to the sum itself would be past the end.
+    # A product rounded up to the sum itself would be past the end.
     return min(place, len(cumulative) - 1)
 
 

@@ -48,7 +48,7 @@ INSTRUCTIONS: dict[str, str] = {
 _MARKS = ("answer is", "answer:", "answer is:", "answer =")
 _AROUND_MARKS = " \t\r\n*_`~#>"
 _LONGEST = 400
-"""Characters of an answer that are looked at."""
+"""Limit on the characters read of an answer."""
 _FULL_WIDTH = (
     {0xFF21 + i: 65 + i for i in range(26)}
     | {0xFF41 + i: 97 + i for i in range(26)}
@@ -56,14 +56,13 @@ _FULL_WIDTH = (
 )
 _OPENING = " \t\r\n*_`~\"'“‘([{<$:=-–—>#\\"
 # Another option after the letter: "B or C", "B, or maybe C", "B (or C)", "B, C", "B/C", "B C"; with
-# nothing after it also "B-C", "(B)(C)", "B: C", which could begin an option's text. Of "(A) text"
+# nothing after it also "B-C", "(B)(C)", "B: C": these could begin an option's text. Of "(A) text"
 # only the letter counts.
 _ANOTHER = re.compile(
     r"[\s)(\].*`\"']{0,4}(?:[,;]?\s{0,3}(?i:or|and|oder|und|ou|et)\b(?:\s(?:maybe|perhaps|possibly|also|even)\b)?|[,;/&+|])"
     r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])|[\s()\[\].:~=\\–—-]{1,4}([A-J])(?:[\s()\[\].:~=\\–—-]{1,4}[A-J])*[\s).\]]{0,4}$"
 )
-# The same after an option's text: "B. London or C. Rome"; what follows must be the other option's
-# text.
+# The same after an option's text: "B. London or C. Rome"; the other option's text must follow.
 _ANOTHER_LATER = re.compile(
     r"(?:\b(?i:or|and|oder|und|ou|et)|[,;/&|])\s{0,3}[(\[*]{0,2}([A-J])[.):\]]"
 )
@@ -71,7 +70,7 @@ _ANOTHER_LATER = re.compile(
 
 @dataclass(frozen=True)
 class MultipleChoiceQuestion:
-    """One row; `answer` is the place of the right option, from 0."""
+    """One row; `answer` is the index of the right option."""
 
     id: str
     question: str
@@ -83,11 +82,10 @@ class MultipleChoiceQuestion:
 class MultipleChoiceGrader:
     r"""1.0 if the letter of the reply's answer is the right one, else 0.
 
-    The answer is the last that is marked, after any thinking: in `<answer>` tags, in `\boxed{}`,
-    after "answer is" or "Answer:"; where nothing is marked, the first line if it begins with a
-    letter that stands as one ("B", "(B)", "B. Paris"), else the last line if it does; options that
-    are only repeated, line by line, do not count. An option's whole text counts as its letter. Two
-    letters are no answer.
+    The answer is the last marked one, after any thinking: in `<answer>` tags, in `\boxed{}`, after
+    "answer is" or "Answer:". Without a mark, it is the first line if it begins with a separate
+    letter ("B", "(B)", "B. Paris"), else the last line if it does; options only repeated, line by
+    line, do not count. An option's whole text counts as its letter. Two letters are no answer.
     """
 
     answer: int
@@ -103,9 +101,7 @@ class MultipleChoiceGrader:
 
 
 def read_choice(text: str, choices: Sequence[str]) -> int | None:
-    """Return the place of the option that a reply chooses; None where it chooses none, or
-    several.
-    """
+    """Return the index of the option chosen by a reply; None for no option, or several."""
     text = as_typed(after_thinking(text)).translate(_FULL_WIDTH)
     part = _marked(text)
     if part is not None:
@@ -124,7 +120,7 @@ def read_choice(text: str, choices: Sequence[str]) -> int | None:
 
 
 def _without_list(text: str, choices: Sequence[str]) -> str:
-    """Return the text without the question's options, where it repeats two or more of them in
+    """Return the text without its copy of the question's options, if it repeats two or more in
     adjacent lines.
     """
     lines = text.split("\n")
@@ -170,8 +166,8 @@ def _marked(text: str) -> str | None:
 
 
 def _end_of_answers(text: str) -> int:
-    """Return where a text ends without marks at its end: with nothing behind them they are no
-    answer, as in a reply that was cut off there."""
+    """Return the end of a text without the marks at its end: marks without an answer behind them
+    come from a reply cut off there."""
     lower = ascii_lower(text)
     end = before = len(text)
     while True:
@@ -185,9 +181,7 @@ def _end_of_answers(text: str) -> int:
 
 
 def _option(text: str, choices: Sequence[str]) -> int | None:
-    """Return which option "B", "(b)", "**B. Paris**", "option B", "\\text{B}" or "Paris"
-    chooses.
-    """
+    """Return the option meant by "B", "(b)", "**B. Paris**", "option B", "\\text{B}" or "Paris"."""
     text = text[:_LONGEST].strip()
     same = [place for place, option in enumerate(choices) if _plain(option) == _plain(text)]
     if same and _plain(text) not in map(str.lower, LETTERS):
@@ -287,13 +281,13 @@ def get_arc_tasks(
     """Return `n` questions of ARC-Challenge, or of ARC-Easy unless `challenge` (None: all of the
     split), each once.
 
-    In train the seed decides which and in which order; the other splits are the same for every
-    seed. path: a folder with a file for each split, an id on the Hugging Face hub, or a single
-    file: then test is all of its rows, and
+    In train the seed decides selection and order; the other splits are the same for every seed.
+    path: a folder with a file for each split, an id on the Hugging Face hub, or a single file: then
+    test is all of its rows, and
         train and validation are parts of them (one in ten is for validation, by a hash of the
         question). Rows have "question", "choices" (a list of texts, or {"text": [...], "label":
         [...]}), and "answer" (its place from 0, or its letter) or "answerKey".
-    style: "letter" (the letter alone), "reasoning" (its last line is "Answer: X"), "r1" (think and
+    style: "letter" (only the letter), "reasoning" (its last line is "Answer: X"), "r1" (think and
         answer tags).
     """
     files = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}

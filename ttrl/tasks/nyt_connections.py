@@ -1,7 +1,7 @@
 """NYT Connections: sixteen words, four hidden groups of four.
 
-The puzzles belong to the New York Times, so ttrl ships none; the loader reads the files that are
-commonly shared.
+The puzzles belong to the New York Times, so ttrl ships none; the loader reads the commonly shared
+files.
 """
 
 import ast
@@ -60,8 +60,8 @@ class ConnectionsPuzzle:
 
 @dataclass(frozen=True)
 class ConnectionsGrader:
-    """Share of the four groups that are exactly right, in the last four lines of the reply that are
-    not empty, after any thinking.
+    """Share of the four groups matched exactly by the last four non-empty lines of the reply, after
+    any thinking.
 
     A line is a group's four words, separated by commas, in any order; a group given twice counts
     once. Words are compared as `ttrl.tasks.words.comparable` writes them.
@@ -73,9 +73,8 @@ class ConnectionsGrader:
     liberal: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 1 if all four are right}), where it is not `liberal` what it
-        would call right if it were ("lenient"), and where the last answer ends
-        (`ttrl.records.ANSWER_END`).
+        """Return (reward, {"exact": 1 if all four are right}), unless `liberal` also the liberal
+        verdict ("lenient"), and the end of the last answer (`ttrl.records.ANSWER_END`).
         """
         answer = after_thinking(reply_text(choice))
         share = self._share(answer, self.liberal)
@@ -87,7 +86,7 @@ class ConnectionsGrader:
         return share, metrics
 
     def _share(self, answer: str, liberal: bool) -> float:
-        """Return the share of the groups that are given."""
+        """Return the share of groups found."""
         clean = _clean if liberal else comparable
         wanted = {tuple(sorted(map(clean, group))) for group in self.groups}
         given = {tuple(sorted(line)) for line in read_lines(answer, liberal=liberal)}
@@ -98,7 +97,7 @@ class ConnectionsGrader:
 
 
 def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
-    """Return the words of the last four lines that are not empty, as `comparable` writes them."""
+    """Return the words of the last four non-empty lines, as `comparable` writes them."""
     lines = [line for line in as_typed(text).split("\n") if _counts(line, liberal)]
     cut = []
     for line in lines[-GROUPS:]:
@@ -119,7 +118,7 @@ def _counts(line: str, liberal: bool) -> bool:
 
 
 def _end(text: str, liberal: bool) -> int:
-    """Return where the last line that counts ends, in characters; 0 without one."""
+    """Return the end of the last line to count, in characters; 0 without one."""
     end = position = 0
     for line in text.split("\n"):
         if _counts(line, liberal):
@@ -134,9 +133,7 @@ def _clean(word: str) -> str:
 
 
 def _without_parentheses(line: str) -> str:
-    """Remove what stands in parentheses, nested ones too; a closing one without an opening one
-    stays.
-    """
+    """Remove parentheses and their content, nested ones too; keep unmatched closing ones."""
     kept = []
     depth = 0
     for character in line:
@@ -157,8 +154,8 @@ def get_nyt_connections_tasks(
     path: Source,
     liberal: bool = False,
 ) -> list[Task]:
-    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides which and
-    in which order.
+    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides selection
+    and order.
 
     The data has no splits of its own: by a hash of their words, one puzzle in ten is for
     validation, and one in ten for test. path: a file, a folder with a file train.(jsonl, json, csv,
@@ -216,9 +213,7 @@ def _split_of(puzzle: ConnectionsPuzzle) -> str:
 
 
 def write_prompt(puzzle: ConnectionsPuzzle) -> str:
-    """Write the words in an order that gives nothing away about the groups, the same in every
-    run.
-    """
+    """Write the words in an order unrelated to the groups, the same in every run."""
     order = sorted(
         puzzle.words(), key=lambda word: hashlib.sha256(f"{_key(puzzle)} {word}".encode()).digest()
     )
@@ -226,12 +221,11 @@ def write_prompt(puzzle: ConnectionsPuzzle) -> str:
 
 
 def read_puzzles(rows: Sequence[Row], where: str) -> list[ConnectionsPuzzle]:
-    """Read puzzles in any of the forms that `get_nyt_connections_tasks` names. Raises TaskError,
-    naming the row.
+    """Read puzzles in any of the formats in `get_nyt_connections_tasks`. Raises TaskError, naming
+    the row.
 
-    Of files with a row for each word or group, which were put together by programs, and of those
-    with boards, which players made, games that are not four groups of four are left out, and a
-    warning says so.
+    A file with a row for each word or group comes from programs; boards come from players. In both,
+    games other than four groups of four are left out with a warning.
     """
     if not {"Group Name", "group_name", "category"} & rows[0].keys():
         puzzles = []
@@ -323,8 +317,8 @@ def _puzzle(name: str, row: Row, place: str) -> ConnectionsPuzzle:
 
 
 def _parsed(text: Any) -> Any:
-    """Parse a list in a column of csv, in JSON or as Python prints it; return anything but text as
-    it is. Raises ValueError.
+    """Parse a list in a csv column, in JSON or Python's notation; return anything but text
+    unchanged. Raises ValueError.
     """
     text = from_json(text)
     if not isinstance(text, str):

@@ -1,4 +1,4 @@
-"""Load what a person names as FILE.py:NAME or module:NAME: task lists and graders."""
+"""Load user references, FILE.py:NAME or module:NAME: task lists and graders."""
 
 import contextlib
 import difflib
@@ -21,8 +21,8 @@ from ttrl.tasks.task import Task, task_list
 def load_reference(
     reference: str, option: str, defaults: Sequence[str] = ()
 ) -> tuple[Any, ModuleType]:
-    """Load what a reference names; return it and the module it was named in. defaults: names that
-    FILE.py alone may mean; the first that is there counts."""
+    """Load a reference; return the object and its module. defaults: names implied by a bare
+    FILE.py; the first existing one counts."""
     alone = bool(defaults) and reference.endswith(".py")
     place, colon, name = (reference, ":", defaults[0]) if alone else reference.rpartition(":")
     if not colon or not place or not name:
@@ -63,7 +63,7 @@ def _import(name: str, reference: str, option: str) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and imports one that is not
+                raise  # the module exists, but one of its imports does not
             raise UserError(
                 f"{option} {reference}: there is no module {error.name!r} in {folder} or on "
                 "Python's path; "
@@ -77,9 +77,9 @@ def _import_file(path: Path, reference: str, option: str) -> ModuleType:
     if not path.is_file():
         raise UserError(f"{option} {reference}: {path} is not a file")
     if str(path.parent) not in sys.path:
-        # As for a script, so that it can import its neighbours.
+        # As for a script: it may import its neighbours.
         sys.path.insert(0, str(path.parent))
-    loaded = sys.modules.get(path.stem)  # another module of that name must not be replaced
+    loaded = sys.modules.get(path.stem)  # must not replace another module of the same name
     is_other = loaded is not None and getattr(loaded, "__file__", None) != str(path)
     taken = path.stem in sys.stdlib_module_names or not path.stem.isidentifier() or is_other
     if taken:
@@ -102,11 +102,11 @@ def _import_file(path: Path, reference: str, option: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _explained(reference: str, option: str, what: str) -> Iterator[None]:
-    """Turn whatever the person's code raises while it is imported into a UserError with the last
-    line of its traceback.
+    """Turn any exception of the user's code during import into a UserError with the last line of
+    its traceback.
     """
     arguments = sys.argv
-    sys.argv = [what]  # a script that reads its arguments when imported must not find ours
+    sys.argv = [what]  # a script may read its arguments when imported: hide ours
     try:
         yield
     except UserError:
@@ -137,8 +137,7 @@ def load_tasks(
     """Load the first `n` tasks (None: all) of FILE.py, FILE.py:NAME or MODULE:NAME; NAME
     (get_tasks, else tasks) is a list or a function.
 
-    A function is called with n= and split= where it takes them. whole_list: take all tasks of a
-    list.
+    A function is called with n= and split= if it takes them. whole_list: take all tasks of a list.
 
     Raises UserError, TaskError.
     """
@@ -156,8 +155,8 @@ def load_tasks(
 
 
 def tasks_of(found: Any, name: str, n: int | None = None, split: str | None = None) -> list[Task]:
-    """Return the tasks of a list that is not empty, or of a function that makes one: with n= and
-    split= where it takes them.
+    """Return the tasks of a non-empty list, or of a function returning one: called with n= and
+    split= if it takes them.
 
     Raises UserError.
     """

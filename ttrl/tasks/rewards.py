@@ -1,5 +1,5 @@
-"""Rewards put together: weighted sums of graders, conditions, and what length is worth. Each part
-is a metric.
+"""Combine rewards: weighted sums of graders, conditions, and length penalties. Each part is a
+metric.
 
 grader = weighted(right=(0.8, Right("42")), style=(0.2, Judge(model=…, rubric=…)))
 grader = gated(Right("42"), has_answer, otherwise=0.0)
@@ -21,22 +21,22 @@ from ttrl.text import is_number
 
 @dataclass(frozen=True)
 class Weighted:
-    """What `weighted` makes."""
+    """The grader returned by `weighted`."""
 
     parts: tuple[tuple[str, float, Grader], ...]
 
     @property
     def only_evaluates(self) -> str:
-        """Why a part of it is no training reward; empty where all of them are."""
+        """Return the reason why a part is no training reward; empty if all of them are."""
         return only_evaluates(*(grader for _, _, grader in self.parts))
 
     @property
     def isolated(self) -> bool:
-        """Whether a part of it runs in a process of its own only."""
+        """Return whether a part runs only in a process of its own."""
         return bool(declared("isolated", *(grader for _, _, grader in self.parts)))
 
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
-        """Return the sum of the parts; an awaitable of it, where one of them is."""
+        """Return the sum of the parts; an awaitable of it, if one of them is."""
         outputs = [grader(choice) for _, _, grader in self.parts]
         return _then(outputs, self._sum)
 
@@ -59,7 +59,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Gated:
-    """What `gated` makes."""
+    """The grader returned by `gated`."""
 
     grader: Grader
     gate: Grader
@@ -68,16 +68,16 @@ class Gated:
 
     @property
     def only_evaluates(self) -> str:
-        """Why it is no training reward; empty where it is one."""
+        """Return the reason why it is no training reward; empty if it is one."""
         return only_evaluates(self.grader, self.gate)
 
     @property
     def isolated(self) -> bool:
-        """Whether one of them runs in a process of its own only."""
+        """Return whether grader or gate runs only in a process of its own."""
         return bool(declared("isolated", self.grader, self.gate))
 
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
-        """Return the grader's output where the gate is open, else `otherwise`, without asking the
+        """Return the grader's output if the gate is open, else `otherwise`, without asking the
         grader.
         """
         gate = self.gate(choice)
@@ -105,13 +105,13 @@ class Gated:
 
 @dataclass(frozen=True)
 class LengthPenalty:
-    """What `length_penalty` makes."""
+    """The grader returned by `length_penalty`."""
 
     free: int
     most: int
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (0 to -1, metrics). Raises TaskError where the server gave no token ids."""
+        """Return (0 to -1, metrics). Raises TaskError if the server gave no token ids."""
         ids = getattr(choice, "token_ids", None)
         if ids is None:
             raise TaskError(
@@ -122,16 +122,16 @@ class LengthPenalty:
 
 
 def only_evaluates(*graders: Any) -> str:
-    """Return why one of the graders (or rollouts) is for evaluation alone, or one that it calls; ""
-    where none is.
+    """Return the reason why one of the graders (or rollouts), or one called by it, is only for
+    evaluation; "" if none is.
     """
     return str(declared("only_evaluates", *graders) or "")
 
 
 def declared(name: str, *graders: Any, depth: int = 4) -> Any:
-    """Return the attribute of this name of one of the graders, or of one that it calls: through
-    partials, methods, decorators and what a function closes over, not through what it finds in its
-    module. None where it is nowhere set.
+    """Return the attribute of this name of one of the graders, or of one called by it: through
+    partials, methods, decorators and closures, not through names of its module. None if it is
+    nowhere set.
     """
     for grader in graders:
         value = getattr(grader, name, None)
@@ -153,11 +153,11 @@ def declared(name: str, *graders: Any, depth: int = 4) -> Any:
 
 
 def weighted(**parts: tuple[float, Grader]) -> Weighted:
-    """Return a grader that adds up others: `name=(weight, grader)`. Each reward is the metric NAME,
-    its metrics NAME/….
+    """Return a grader for the sum of others: `name=(weight, grader)`. Each reward is the metric
+    NAME, its metrics NAME/….
 
-    All parts are asked, those that are coroutines at the same time; where one fails, the sample
-    does. Raises TaskError.
+    All parts are asked, coroutines at the same time; if one fails, the sample does. Raises
+    TaskError.
     """
     if not parts:
         raise TaskError("weighted() has no parts; give some, such as right=(0.8, grader)")
@@ -177,11 +177,11 @@ def weighted(**parts: tuple[float, Grader]) -> Weighted:
 
 
 def gated(grader: Grader, gate: Grader, *, least: float = 1.0, otherwise: float = 0.0) -> Gated:
-    """Return a grader that is asked only where the gate, another grader, gives `least` or more;
-    else the reward is `otherwise`.
+    """Return a grader asked only if the gate, another grader, gives `least` or more; else the
+    reward is `otherwise`.
 
-    So a judge that costs money reads only what is well-formed. Metrics: `gate`, 0 or 1, and those
-    of both. Raises TaskError.
+    So an expensive judge reads only well-formed replies. Metrics: `gate`, 0 or 1, and those of
+    both. Raises TaskError.
     """
     if not callable(grader) or not callable(gate):
         raise TaskError(
@@ -195,7 +195,7 @@ def gated(grader: Grader, gate: Grader, *, least: float = 1.0, otherwise: float 
 
 
 def length_penalty(free: int, most: int) -> LengthPenalty:
-    """Return a grader of a reply's length alone: 0 up to `free` tokens, then falling in proportion,
+    """Return a grader of only a reply's length: 0 up to `free` tokens, then falling in proportion,
     to -1 from `most` on.
 
     (The soft overlong punishment of DAPO, arXiv:2503.14476, equation 13; `free` is its L_max −
@@ -210,7 +210,7 @@ def length_penalty(free: int, most: int) -> LengthPenalty:
 
 
 def _then(outputs: list[Any], finish: Callable[[list[Any]], Grade]) -> "Grade | Awaitable[Grade]":
-    """Return what `finish` makes of the outputs, once those that are awaitables are there."""
+    """Return the result of `finish` on the outputs, after awaiting the awaitable ones."""
     if not any(map(inspect.isawaitable, outputs)):
         return finish(outputs)
 

@@ -1,8 +1,8 @@
 """Sorting letters: `sort: dcba` → `abcd`. The smallest task with a slope: every letter in its place
 earns something.
 
-Held out are whole sets of letters, by a hash of the sorted letters: no training word, whatever its
-seed, has the same answer as a validation word, let alone the same letters in the same order.
+Held out are whole sets of letters, by a hash of the sorted letters: no training word, with any
+seed, has the same answer as a validation word, and none the same letters in the same order.
 """
 
 import random
@@ -28,8 +28,8 @@ class SortLettersGrader:
     """1.0 for exactly the sorted letters (spaces around them and thinking before them are
     forgiven), else partial_credit · share of right places.
 
-    The share is of the longer of answer and expected answer, so that neither a short nor a long
-    answer pays.
+    The share is of the longer of answer and expected answer: neither a short nor a long answer
+    pays.
     """
 
     expected: str
@@ -59,14 +59,14 @@ def get_sort_letters_tasks(
     distinct: bool = True,
     partial_credit: float = 0.5,
 ) -> list[Task]:
-    """Return `n` tasks of random lower-case letters; `distinct`: no letter twice in a word, which
-    is much easier to learn.
+    """Return `n` tasks of random lower-case letters; `distinct`: no letter twice in a word, much
+    easier to learn.
 
     train: lengths from min_length to max_length, with probabilities in proportion to length **
         length_exponent; the seed decides.
-    validation: max_length letters each, the same for every seed, no two alike; more of them begin
+    validation: max_length letters each, the same for every seed, no two alike; a larger `n` begins
         with the same ones.
-    partial_credit: of the reward, for a share of right places; 0 rewards exact answers alone.
+    partial_credit: of the reward, for a share of right places; 0 rewards only exact answers.
 
     Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there
     are.

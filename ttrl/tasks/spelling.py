@@ -1,8 +1,7 @@
-"""Spelling: write a word letter by letter. A model that reads in tokens has to know what its tokens
-are made of.
+"""Spelling: write a word letter by letter. A model reading tokens has to know their letters.
 
-Words are generated (`ttrl.tasks.words`) or come from a list of one's own; those of the validation
-split are held out by a hash.
+Words are generated (`ttrl.tasks.words`) or come from your own list; those of the validation split
+are held out by a hash.
 """
 
 import random
@@ -26,10 +25,10 @@ class SpellingGrader:
     """1.0 if the reply's answer is the word's letters, one by one, else partial_credit · share of
     letters in their places.
 
-    The answer stands in the last `<answer>` tags, or else in the last line that is not empty, after
-    any thinking: single letters with spaces, hyphens, commas or points between, in either case. The
+    The answer is in the last `<answer>` tags, or else in the last non-empty line, after any
+    thinking: single letters with spaces, hyphens, commas or points between, in either case. The
     word in one piece is not an answer. The share is of the longer of answer and word, and partial
-    credit is at most half of what is right.
+    credit is at most half of a right answer's reward.
     """
 
     word: str
@@ -48,7 +47,7 @@ class SpellingGrader:
 
 
 def read_letters(text: str) -> list[str]:
-    """Return the letters of a reply's answer, in lower case; none where it has pieces longer than a
+    """Return the letters of a reply's answer, in lower case; none if it has pieces longer than a
     letter.
 
     Words before a colon in the same line are left out: "plum: p-l-u-m".
@@ -81,7 +80,7 @@ def get_spelling_tasks(
 
     train: the seed decides, words may come twice. validation: the same for every seed, no two
         alike.
-    path: a file of words, one a line; those that are not letters alone are left out. Without it,
+    path: a file of words, one a line; entries with other characters are left out. Without it,
         generated words.
     """
     check_name("split", split, ("train", "validation"), "spelling")

@@ -1,9 +1,8 @@
-"""Stockfish, or another engine that speaks UCI, as the judge of chess moves that nobody has given
-points. Optional.
+"""Stockfish, or another UCI engine, as the judge of chess moves without known points. Optional.
 
-Debian and Ubuntu have it: `apt install stockfish`. It runs as a child of the process that grades,
-and ends with it (its input ends). What it has said is kept in a file, so that a move that comes
-again costs nothing, in this run and the next.
+Debian and Ubuntu have it: `apt install stockfish`. It runs as a child of the grading process, and
+ends with it (its input ends). A file keeps its judgements: a repeated move costs nothing, in this
+run and the next.
 """
 
 import atexit
@@ -27,7 +26,7 @@ except ImportError as error:
     ) from None
 
 _LONGEST_SECONDS = 20.0
-"""Of one analysis, whatever its nodes."""
+"""Of one analysis, for any number of nodes."""
 _DEBIAN = "/usr/games/stockfish"  # not on root's path
 
 _TABLE = (
@@ -42,12 +41,12 @@ _lock = threading.Lock()
 class Stockfish:
     """Points of a legal move: 1 − (expected score of the position − expected score after the move),
     both for the side to move, from the engine's evaluations by lichess's model (0 lost, 1 won). So
-    a move that throws a won game away earns 0, the best one 1, and in a lost position all are
-    nearly as good.
+    a move throwing a won game away earns 0, the best one 1, and in a lost position all are nearly
+    as good.
 
-    path: the engine; by default the one that is installed. nodes: of each of the two searches; one
-    thread, a new game for each, so the points are the same in every run of the same engine. cache:
-    a file (SQLite) that keeps them; None: they are not kept.
+    path: the engine; by default the installed one. nodes: of each of the two searches; one thread,
+    a new game for each, so the points are the same in every run of the same engine. cache: a file
+    (SQLite) for the points; None: they are not kept.
 
     One search at a time for each process. Raises TaskError when there is no engine.
     """
@@ -109,7 +108,7 @@ class Stockfish:
                 except (chess.engine.EngineError, TimeoutError, OSError) as error:
                     broken = _engines.pop((os.getpid(), program), None)
                     if broken is not None:
-                        # It may only have been too slow: it must not search on beside the next one.
+                        # It may only have been too slow: its search must not overlap the next one.
                         broken.close()
                     if attempt:
                         raise GraderError(
@@ -131,7 +130,7 @@ class Stockfish:
 
 
 def _engine(program: str) -> Any:
-    """Return the engine of this process. A fork of a process that has one starts its own."""
+    """Return the engine of this process. A fork of a process with one starts its own."""
     key = (os.getpid(), program)
     if key not in _engines:
         engine = chess.engine.SimpleEngine.popen_uci(program)

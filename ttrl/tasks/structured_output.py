@@ -1,8 +1,7 @@
-"""Structured output: what a sentence says, as a JSON object with given keys. Generated; easy to
-check, and a small chat model that has never been trained for it does it now and then.
+"""Structured output: the content of a sentence as a JSON object with given keys. Generated; easy to
+check, and a small chat model without training for it succeeds now and then.
 
-Held out are whole names, by a hash: no text of the validation split is about somebody of a training
-text.
+Held out are whole names, by a hash: texts of the validation and training splits share no person.
 """
 
 import json
@@ -18,8 +17,8 @@ from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import comparable, in_validation, pick
 
 LONGEST = 2000
-"""Characters of a reply that is read."""
-_TRIES = 100_000  # to find another text that is held out
+"""Limit on the characters read of a reply."""
+_TRIES = 100_000  # to find another held-out text
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -39,8 +38,8 @@ _NAMES = _words(
     "Ruth Samir Sara Sofia Stefan "
     "Tariq Tessa Theo Tomas Uma Vera Victor Wanda Yara Yusuf Zoe"
 )
-# Keys whose values are of one kind: a small model hardly ever fills in a bare "item" rightly, so
-# nothing rewards it for that.
+# Keys with values of one kind: a small model hardly ever fills in a bare "item" rightly, so nothing
+# rewards it for doing so.
 _POOLS: dict[str, Sequence[str | int]] = {
     "age": range(18, 91),
     "city": _words(
@@ -94,12 +93,12 @@ _PROMPT = "{text}\n\nWrite this as JSON with the keys {keys}."
 @dataclass(frozen=True)
 class StructuredOutputGrader:
     """1.0 if the reply, after any thinking, is one JSON object with exactly these keys and values;
-    else `valid_reward` for an object, and half of the rest in proportion to the keys that are
-    right, of all keys that it has or should have.
+    else `valid_reward` for an object, and half of the rest in proportion to the right keys, of all
+    keys present or expected.
 
-    That half reads leniently: what the object says is worth something wherever it stands. Where
-    only bare objects were paid, two keys out of a bare one were worth more than all three out of a
-    code block, and a policy stayed content with two.
+    That half reads leniently, to pay for right content in any place. When only bare objects paid,
+    two keys of a bare one were worth more than all three in a code block, and a policy stayed
+    content with two.
 
     lenient: the object may stand between other words or in a code block, numbers may be texts, and
         case does not count.
@@ -110,8 +109,8 @@ class StructuredOutputGrader:
     lenient: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 0 or 1, "valid": 1 if there is an object}), and where it is not
-        `lenient`, what it would call right if it were."""
+        """Return (reward, {"exact": 0 or 1, "valid": 1 if there is an object}), and unless
+        `lenient`, the lenient verdict ("lenient")."""
         text = after_thinking(reply_text(choice))
         share = self._share(text, self.lenient)
         said = self._share(text, True)
@@ -125,7 +124,7 @@ class StructuredOutputGrader:
         ), metrics
 
     def _share(self, text: str, lenient: bool) -> float | None:
-        """Return the share of keys that are right; None without an object."""
+        """Return the share of right keys; None without an object."""
         found = read_object(text, anywhere=lenient)
         if found is None:
             return None
@@ -146,8 +145,8 @@ def _is_same(found: object, expected: str | int, lenient: bool) -> bool:
 
 
 def read_object(text: str, *, anywhere: bool = False) -> dict[str, Any] | None:
-    """Return the JSON object that a reply is; with `anywhere`, from its first "{" to its last "}".
-    None where there is none, or one with a key twice, and beyond LONGEST characters."""
+    """Return a reply's JSON object; with `anywhere`, from its first "{" to its last "}". None
+    without one, for one with a key twice, and beyond LONGEST characters."""
     text = text.strip()
     if anywhere:
         text = text[text.find("{") : text.rfind("}") + 1]
@@ -183,7 +182,7 @@ def get_structured_output_tasks(
     """Return `n` sentences with three facts each, to be written as JSON. valid_reward, lenient: see
     `StructuredOutputGrader`.
 
-    train: the seed decides. validation: the same for every seed, no two alike; more of them begin
+    train: the seed decides. validation: the same for every seed, no two alike; a larger `n` begins
     with the same ones. Raises TaskError for impossible settings.
     """
     check_name("split", split, ("train", "validation"), "structured_output")

@@ -1,4 +1,4 @@
-"""A task: what to ask the model, and how to judge what it answers."""
+"""Define a task: the prompt for the model, and the grader of its answer."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from openai.types.chat import chat_completion
 
 Choice: TypeAlias = "chat_completion.Choice"
-"""What a grader is given: OpenAI's, which is not imported for it."""
+"""The grader's argument: OpenAI's `Choice`, without importing it."""
 GraderOutput: TypeAlias = "float | tuple[float, Mapping[str, float]] | Grade"
 Grader: TypeAlias = "Callable[[Choice], GraderOutput | Awaitable[GraderOutput]]"
 GroupGrader: TypeAlias = (
@@ -32,19 +32,19 @@ Rollout: TypeAlias = "Callable[[Chat], Awaitable[GraderOutput | None]]"
 
 @dataclass(frozen=True)
 class Grade:
-    """A reward of at most LARGEST_REWARD, and named numbers, of which the mean is shown with it."""
+    """A reward of at most LARGEST_REWARD, and named numbers, reported as means."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, output: object, where: str, *, who: str = "grader") -> "Grade":
-        """Read what a grader (or a rollout, `who`) returned: a number, (number, metrics) or a
+        """Read the return value of a grader (or a rollout, `who`): a number, (number, metrics) or a
         Grade.
 
         Numbers are also bools, Decimal, and NumPy's and torch's scalars and arrays without axes.
-        Raises GraderError, naming `where`, for anything else, for NaN, infinities and numbers so
-        large that training or statistics would lose them.
+        Raises GraderError, naming `where`, for anything else, for NaN, infinities and numbers too
+        large for training or statistics.
         """
         reward: object
         metrics: object = {}
@@ -102,16 +102,14 @@ class RolloutLimits:
     turns: int = 64
     """Replies of the model."""
     tokens: int | None = None
-    """Tokens that the model generates in all turns together; None: as many as its context has room
-    for.
-    """
+    """Tokens for the model to generate in all turns together; None: as many as fit its context."""
     seconds: float = 60.0
     """Seconds of the rollout's own work between two requests (a tool, a game); the model's time
     does not count.
     """
     total_seconds: float | None = None
-    """Seconds of the whole rollout, the model's time and the wait for a busy server included; None:
-    as long as it takes.
+    """Seconds of the whole rollout, including the model's time and the wait for a busy server;
+    None: unlimited.
     """
 
     def __post_init__(self) -> None:
@@ -131,46 +129,46 @@ class RolloutLimits:
 
 @dataclass
 class Task:
-    """OpenAI chat messages, and a grader that turns the model's answer into a reward.
+    """OpenAI chat messages, and a grader to turn the model's answer into a reward.
 
         Task(
             messages=[{"role": "user", "content": "How many r are in strawberry?"}],
             grader=lambda choice: float(choice.message.content.strip() == "3"),
         )
 
-    The grader is given the `Choice` of an OpenAI chat completion and returns a reward, or (reward,
-    metrics), now or as an awaitable. Assistant messages among `messages` are given, not trained:
-    only what the model writes now is.
+    The grader gets the `Choice` of an OpenAI chat completion and returns a reward, or (reward,
+    metrics), now or as an awaitable. Assistant messages among `messages` are context: training
+    covers only the model's new reply.
 
     Null fields of messages are left out, and arguments of tool calls become JSON text
     (`ttrl.messages`). Content may be a list of parts, all of them texts.
 
-    With `rollout`, the model is asked several times: see `ttrl.tasks.task.Chat`. Raises TaskError
-    when made of something that cannot be sampled.
+    A `rollout` asks the model several times: see `ttrl.tasks.task.Chat`. Raises TaskError for parts
+    unfit for sampling.
     """
 
     messages: list[Message]
     grader: "Grader | None" = None
-    """May be left out where the rollout returns the reward, or the group_grader gives it."""
+    """Optional if the rollout returns the reward, or the group_grader gives it."""
     id: str = ""
     """A name for logs and rollout files; by default a digest of the messages, the same in every
     run.
     """
     rollout: "Rollout | None" = None
     """`async def rollout(chat)`: talks to the model, `await chat("…")`, uses tools or makes moves
-    between, and returns the reward, (reward, metrics), or None: then the grader is asked, with the
-    last choice, whose `messages` are the conversation.
+    between, and returns the reward, (reward, metrics), or None. After None the grader gets the last
+    choice; its `messages` are the conversation.
     """
     limits: RolloutLimits = field(default_factory=RolloutLimits)
     """Limits of the rollout."""
     group_grader: "GroupGrader | None" = None
-    """Asked once, when all samples of the task are there, about those that have not failed: a list
-    of choices, as the grader gets them (of an answer that came out of a file, without token
-    strings), for a list of as many rewards, (reward, metrics), or GraderErrors, which fail single
-    samples. What it gives is added to what grader or rollout gave. It runs in this process.
+    """Called once, after all samples of the task, with the choices of those without a failure, as
+    the grader gets them (without token strings, if the answer came out of a file). Returns as many
+    rewards, (reward, metrics), or GraderErrors; a GraderError fails a single sample. Its rewards
+    are added to those of the grader or rollout. It runs in this process.
     """
     level: int = 0
-    """How hard it is among others, for a run that begins with the easiest: see `in_levels`."""
+    """Difficulty, for a run from easy to hard tasks: see `in_levels`."""
 
     def __post_init__(self) -> None:
         name = f"task {self.id!r}" if self.id else "task"
@@ -237,8 +235,8 @@ class Task:
             raise TaskError(f"{where} holds {found}; ttrl trains on text, so leave it out")
 
     def as_json(self) -> bytes:
-        """Return id and messages (and the level, where it has one) as JSON. Raises TaskError for
-        what no file could hold.
+        """Return id, messages and any level as JSON. Raises TaskError for content no file can
+        hold.
         """
         try:
             content = [self.id, self.messages, *([self.level] if self.level else [])]
@@ -268,14 +266,14 @@ def task_list(given: Any, name: str) -> list[Task]:
 def in_levels(*levels: Sequence[Task]) -> list[Task]:
     """Return all tasks, those of the first list with level 0, of the next with level 1, and so on.
 
-    A run samples the lowest level alone at first, and opens one after the other: see
+    A run begins with the lowest level only, and opens the others one by one: see
     `TrainConfig.level_up_at`.
     """
     return [replace(task, level=level) for level, tasks in enumerate(levels) for task in tasks]
 
 
 def question(text: str) -> list[Message]:
-    """Return the messages of a task that asks one thing."""
+    """Return the messages of a single question."""
     return [{"role": "user", "content": text}]
 
 
@@ -289,24 +287,24 @@ def solved(text: str, answer: str) -> Example:
 
 
 Ask: TypeAlias = "Callable[..., Awaitable[tuple[Choice, dict[str, Any]]]]"
-"""(messages, tools, max_tokens, stop) → the model's choice, and its message as it is sent back:
+"""(messages, tools, max_tokens, stop) → the model's choice, and its message to be sent back:
 `Play.ask`.
 """
 
 
 class Chat:
-    """A conversation with the model that is sampled from. It begins with the task's messages.
+    """A conversation with the sampled model. It begins with the task's messages.
 
-    messages: the conversation so far, the model's replies included; a list of yours to change: what
-        is in it is sent next. Where what was said before is changed or left out, the reply is
-        trained as one to another prompt, which costs more tokens. A single message of the role
-        "prompt" is no chat: the model goes on with its content, a text or a list of token ids.
-    tools: descriptions of functions that the model may call, as in the OpenAI API; once given, they
-        stay. Servers that ttrl starts read calls as the model's chat template writes them
+    messages: the conversation so far, the model's replies included. You may change the list; its
+        content is sent next. If an earlier message is changed or removed, the reply is trained as
+        one to another prompt and costs more tokens. A single message of the role "prompt" is no
+        chat: the model continues its content, a text or a list of token ids.
+    tools: descriptions of functions for the model to call, as in the OpenAI API; once given, they
+        stay. Servers started by ttrl read calls as the model's chat template writes them
         (`ttrl.server.parsers`).
-    task_id, sample: which rollout this is; a random generator made of them gives the same game each
-        time.
-    params: what is sampled with.
+    task_id, sample: the rollout's identity; a random generator seeded with them repeats the same
+        game.
+    params: the sampling parameters.
     """
 
     def __init__(
@@ -339,17 +337,16 @@ class Chat:
         """Append `new` to `messages` (a string is a user's message), ask the model, append its
         reply, and return the choice.
 
-        The choice is as graders get it: `.message.content`, `.message.tool_calls`,
+        The choice is the same as for graders: `.message.content`, `.message.tool_calls`,
         `.finish_reason`, `.token_ids`; and `.usage`. max_tokens, stop: for this reply, instead of
         the call's own.
 
-        Raises RolloutLimitError where the task's limits or the model's context are reached: a
-        rollout that does not catch it ends there, and the grader is asked about what there is.
-        Raises RequestError where the server fails for good, which costs the sample unless it is
-        caught.
+        Raises RolloutLimitError at the task's limits or the end of the model's context. Uncaught,
+        it ends the rollout, and the grader judges the conversation so far. Raises RequestError if
+        the server fails for good. Uncaught, it costs the sample.
         """
         if self._is_asking:
-            await asyncio.sleep(0)  # whoever asks until it succeeds must let the reply come
+            await asyncio.sleep(0)  # a caller's retry loop must let the reply come
             raise RolloutError(
                 "this chat is waiting for a reply; ask at the same time in a copy, chat.copy()"
             )
@@ -382,8 +379,8 @@ class Chat:
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        """Let the rollout wait within for what is not its work, such as a free core: its limit of
-        `seconds` does not count.
+        """Wait for something other than work, such as a free core, without using up the rollout's
+        limit of `seconds`.
         """
         self._count_time(False)
         try:
@@ -394,13 +391,11 @@ class Chat:
 
 @dataclass(frozen=True)
 class WithSample:
-    """Calls `grader(choice, sample)`. A class and no closure, so that it can travel to another
-    process.
-    """
+    """Calls `grader(choice, sample)`. A class, because closures cannot go to another process."""
 
     grader: Callable[..., Any]
     sample: Sample
 
     def __call__(self, choice: Any) -> Any:
-        """Return what the grader returns, which may be an awaitable."""
+        """Return the grader's result, possibly an awaitable."""
         return self.grader(choice, self.sample)

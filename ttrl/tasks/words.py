@@ -1,7 +1,7 @@
-"""Words: how graders compare them, and thousands that look English, made from syllables.
+"""Words: compare them for graders, and make thousands of English-looking ones from syllables.
 
-The generated words are the same in every version of Python: they draw from `random()` only, whose
-sequence is promised not to change.
+The generated words are the same in every version of Python: they draw only from `random()`, with
+its guaranteed sequence.
 """
 
 import functools
@@ -18,9 +18,9 @@ T = TypeVar("T")
 SHORTEST = 3
 LONGEST = 14
 WORDS_PER_LENGTH = 1000
-"""As many as there are of each length; of three letters there are fewer."""
+"""The number of words of each length; there are fewer of three letters."""
 
-# Repeats are weights. Codas are few and soft, which keeps the words readable and polite.
+# Repeats are weights. Codas are few and soft, for readable and polite words.
 _ONSETS = """b b d d f f g h j k l l m m n p p r r s s t t t v w y z
     bl br ch cl cr dr fl fr gl gr pl pr sm sn sp st str th tr""".split()  # noqa: SIM905 - a table, not forty string literals
 _NUCLEI = "a a a e e e e i i i o o o u u ai ea ee ie oa oo ou".split()  # noqa: SIM905
@@ -47,7 +47,7 @@ def as_typed(text: str) -> str:
     """Write a text as a keyboard would: accents composed (NFC), ASCII quotes and hyphens, no
     invisible characters.
 
-    Models and data files differ in all of these for one and the same word. Lines and spaces stay.
+    Models and data files differ in all of these for the same word. Lines and spaces stay.
     """
     if text.isascii():
         return text
@@ -55,7 +55,7 @@ def as_typed(text: str) -> str:
 
 
 def comparable(text: str) -> str:
-    """Write a word so that it equals its other spellings: `as_typed`, one case, single spaces."""
+    """Write a word in the common form of its spellings: `as_typed`, one case, single spaces."""
     return " ".join(as_typed(text).casefold().split())
 
 
@@ -67,7 +67,7 @@ def pick(rng: random.Random, items: Sequence[T]) -> T:
 
 
 def shuffled(rng: random.Random, items: Sequence[T]) -> list[T]:
-    """Return the items in a random order that is the same in every version of Python."""
+    """Return the items in a random order, the same in every version of Python."""
     left = list(items)
     result = []
     while left:
@@ -76,8 +76,8 @@ def shuffled(rng: random.Random, items: Sequence[T]) -> list[T]:
 
 
 def in_validation(text: str, one_in: int = 10) -> bool:
-    """Return True for one text in `one_in`, by a hash of the text alone: a split that no seed can
-    blur.
+    """Return True for one text in `one_in`, by a hash of only the text: no seed can blur this
+    split.
     """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % one_in == 0
 
@@ -86,7 +86,7 @@ def get_words(min_length: int = SHORTEST, max_length: int = LONGEST) -> list[str
     """Return all words of min_length to max_length letters, in a fixed order: about 1000 of each
     length from 3 to 14.
 
-    Lower case a–z, no word twice. Raises UserError where there are none.
+    Lower case a–z, no word twice. Raises UserError if there are none.
     """
     if not SHORTEST <= min_length <= max_length <= LONGEST:
         raise UserError(
@@ -113,7 +113,7 @@ def _all_words() -> tuple[str, ...]:
 
 
 def _word(rng: random.Random) -> str:
-    """Draw one to five syllables; a coda mostly after the last one, seldom before."""
+    """Draw one to five syllables; a coda mostly after the last one, rarely before."""
     syllables = 1 + int(rng.random() * 5)
     if rng.random() < 0.15:
         parts = []

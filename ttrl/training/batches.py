@@ -1,4 +1,4 @@
-"""Which rows are trained together: packed rows → optimizer steps → this rank's microbatches."""
+"""Divide packed rows into optimizer steps and this rank's microbatches."""
 
 import dataclasses
 import hashlib
@@ -31,21 +31,17 @@ _MICROBATCH = (
 
 @dataclass
 class Update:
-    """One optimizer step: this rank's rows of it, and the normaliser of the whole step, over all
-    ranks.
-    """
+    """One optimizer step: this rank's rows, and the whole step's normaliser, over all ranks."""
 
     rows: PackedTensors
     normaliser: float
     world_size: int
     numbers: list[int] = field(default_factory=list)
-    """Row numbers in the pack; -1 for padding rows that were added so that each rank has equally
-    many.
-    """
+    """Row numbers in the pack; -1 for padding rows, added to give every rank equally many."""
     num_rows: int = 0
-    """Rows of the whole step, over all ranks, without those that were added."""
+    """Rows of the whole step, over all ranks, without padding rows."""
     signals: dict[str, Tensor] = field(default_factory=dict)
-    """What the recipe finds out about the labels before the step, by name, each [R, T]."""
+    """The recipe's per-label values from before the step, by name, each [R, T]."""
     reference_hidden: list[Tensor] = field(default_factory=list)
     """The reference model's hidden states at the trained positions of each row, [N, D] each; for
     the KL over the vocabulary.
@@ -53,7 +49,7 @@ class Update:
 
     def backward(self, weighted_loss_N: Tensor) -> None:
         """Add the gradient of Σ weighted_loss / Z. FSDP averages gradients over the ranks; the
-        factor turns that into the sum.
+        factor `world_size` restores the sum.
         """
         (weighted_loss_N.sum() * (self.world_size / self.normaliser)).backward()
 
@@ -61,10 +57,10 @@ class Update:
         self, config: TrainingConfig, device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
         """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every
-        rank gets the same number. "trained" says where the labels are, int64 [N], rows laid end to
-        end; to look on a GPU would mean to wait for it. There, rows are as long as whole blocks of
-        attention, also so that memory is allocated in few sizes. "sample_keys": of those that
-        `sample_ids` number.
+        rank gets the same number. "trained" holds the label positions, int64 [N], rows laid end to
+        end: finding them on a GPU would stall it. On a GPU, row lengths are multiples of the
+        attention block, to keep the number of allocation sizes small. "sample_keys" are the keys of
+        the samples in `sample_ids`.
         """
         size = config.rows_per_microbatch
         multiple = config.row_length_multiple
@@ -83,15 +79,15 @@ class Update:
                 tensors["reference_hidden"] = torch.cat(self.reference_hidden[start : start + size])
             tensors["sample_keys"] = sample_keys(part.samples)
             tensors["trained"] = (part.labels.flatten() != IGNORE).nonzero().squeeze(1)
-            # From other memory, a copy waits for all that the GPU has yet to do.
+            # A copy from unpinned memory waits for all queued GPU work.
             if device.type == "cuda":
                 tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
             yield {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def sample_keys(samples: Sequence[PackedSample]) -> Tensor:
-    """Return [S, 2]: a number for the task of each sample and one for the sample, which are the
-    same in every process.
+    """Return [S, 2]: a number for each sample's task and one for the sample, equal in all
+    processes.
     """
 
     def number(text: str) -> int:
@@ -108,15 +104,14 @@ def updates(
     ranks: Ranks,
     model: PretrainedConfig | None = None,
 ) -> list[Update]:
-    """Split the rows into `count` optimizer steps, or one per row if there are fewer rows; no row
-    is left out.
+    """Split all rows into `count` optimizer steps, or one per row if there are fewer rows.
 
-    With more than one step the rows are shuffled first, by `seed` = (seed, iteration) and nothing
-    else: which rows a step has does not depend on the ranks. The rows of a step are dealt out so
-    that no rank waits for another (`balance`), and brought to a multiple of the ranks with
-    zero-weight rows. model: whose FLOPs tell how much work a row is; needed for several ranks.
+    With more than one step the rows are shuffled first, by `seed` = (seed, iteration) only: a
+    step's rows do not depend on the ranks. `balance` deals a step's rows to the ranks by work;
+    zero-weight rows fill up to a multiple of the ranks. model: the config for counting a row's
+    FLOPs; required for several ranks.
     """
-    # Rows of padding alone teach nothing.
+    # Rows of pure padding teach nothing.
     order = torch.nonzero((packed.labels != IGNORE).any(dim=1)).squeeze(1)
     count = min(count, len(order))
     if count > 1:
@@ -142,9 +137,8 @@ def updates(
 
 
 def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None = None) -> None:
-    """Raise PackError where the pack cannot be of this model: token ids beyond its vocabulary,
-    positions beyond its context, or another tokenizer than that of the folder `model`, where the
-    pack says which it was made with.
+    """Raise PackError if the pack cannot be of this model: token ids beyond its vocabulary,
+    positions beyond its context, or a recorded tokenizer other than that of the folder `model`.
     """
     if not packed.num_trained:
         raise PackError(
@@ -180,8 +174,8 @@ def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None =
 
 
 def replayed(packed: PackedTensors, policy: Policy, config: GRPOConfig) -> PackedTensors:
-    """Return the pack with the sampler's experts if `router_replay` asks for them, else without.
-    Raises PackError where they are asked for and not there, or cannot be those of this model."""
+    """Return the pack with the sampler's experts if `router_replay` is set, else without. Raises
+    PackError if they are required but missing, or do not fit this model."""
     experts = packed.experts
     if not config.router_replay:
         return dataclasses.replace(packed, experts=None)

@@ -1,7 +1,7 @@
-"""Checkpoints in Hugging Face layout, which transformers and vLLM load as they are.
+"""Write checkpoints in Hugging Face layout; transformers and vLLM load them unchanged.
 
-Config, tokenizer and chat template are copied from the folder that training started from. Weights
-are safetensors in shards, fp32 unless asked otherwise, and canary.json says what they must compute
+Config, tokenizer and chat template are copied from the starting folder. Weights are sharded
+safetensors, in fp32 by default. canary.json holds the outputs expected from them
 (`ttrl.training.trainer_canary`). The first process gathers and writes one shard at a time; the
 others send it their parts, tensor by tensor, and receive nothing.
 """
@@ -53,9 +53,9 @@ CheckpointDtype = Literal["fp32", "bf16"]
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor to be written: its size in bytes, how to get it on the first process (a collective
-    where parameters are sharded), and the parameters that its rows are, one after the other, or,
-    where they are transposed, its columns; none where it is something else."""
+    """A tensor to write: its size in bytes, a function to gather it on the first process (a
+    collective for sharded parameters), and its parameters, concatenated along its rows (if
+    transposed, its columns); none for other tensors."""
 
     name: str
     size: int
@@ -63,12 +63,12 @@ class CheckpointTensor(NamedTuple):
     parameters: tuple[Tensor, ...] = ()
     transposed: bool = False
     within: bool = False
-    """Whether it is within a parameter that is sharded, such as one of a layer's experts."""
+    """Whether it is a part of a sharded parameter, such as one of a layer's experts."""
 
 
 def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
-    """Copy the files of a model folder other than weights; its config will say that these are of
-    `dtype`. Raises ModelFolderError as `model_files`."""
+    """Copy a model folder's files, except weights, and set `dtype` in its config. Raises
+    ModelFolderError as `model_files`."""
     for path in model_files(source):
         if path.name != CANARY_FILE:
             place = target / path.relative_to(source)
@@ -100,7 +100,7 @@ def _entries(policy: Policy, dtype: torch.dtype, here: Ranks) -> Iterator[Checkp
     }
     layers = {f"{name}.weight": layer for name, layer in adapted(policy).items()}
     last: dict[str, Tensor | None] = {}
-    """The parameter that was gathered last: that of a layer's experts is stored in many tensors."""
+    """The last gathered parameter: a layer's experts are one parameter but many stored tensors."""
 
     def gathered(name: str) -> Tensor | None:
         if name not in last:
@@ -135,8 +135,8 @@ def _entries(policy: Policy, dtype: torch.dtype, here: Ranks) -> Iterator[Checkp
 def _entries_as_in(
     folder: Path, policy: Policy, entries: list[CheckpointTensor]
 ) -> list[CheckpointTensor]:
-    """Rename the entries as `folder` has them, and add what it holds besides, such as towers for
-    images, as it is there."""
+    """Rename the entries as in `folder`, and add its other tensors, such as image towers,
+    unchanged."""
     config = policy.decoder.config
     if not uses_transformers(config):
         return _entries_beside_text(folder, entries)
@@ -173,9 +173,7 @@ def _copied(entry: CheckpointTensor, name: str) -> CheckpointTensor:
 
 
 def _entries_beside_text(folder: Path, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
-    """Rename the entries for a model that holds more than text, and add its other parameters as
-    they were.
-    """
+    """Rename the entries for a multimodal model, and add its other parameters unchanged."""
     composite = composite_of(folder)
     if composite is None:
         return entries
@@ -213,7 +211,7 @@ def _shards(entries: list[CheckpointTensor], max_bytes: int) -> list[list[Checkp
 
 
 def _send_weights(entries: list[CheckpointTensor], max_bytes: int, here: Ranks) -> None:
-    """Send this process's parts to the first one, which is in `_write_weights`."""
+    """Send this process's parts to the first one, during its `_write_weights`."""
     for shard in _shards(entries, max_bytes):
         here.barrier()
         for entry in shard:
@@ -224,10 +222,10 @@ def _send_weights(entries: list[CheckpointTensor], max_bytes: int, here: Ranks) 
 def _write_weights(
     folder: Path, entries: list[CheckpointTensor], max_bytes: int, here: Ranks
 ) -> dict[str, dict[str, str]]:
-    """Write shards, and their index if there are several. For the first process. Returns what
-    canary.json says of them, as they were in memory. "weights": name → SHA-256 of each tensor's
-    bytes, to which what a server reads is held (`ttrl.vllm_worker`); "files": name → SHA-256 of
-    each shard, for the run folder's marker.
+    """Write shards, and an index for several shards; on the first process only. Returns entries for
+    canary.json, hashed from memory. "weights": name → SHA-256 of each tensor's bytes, for checking
+    a server's weights (`ttrl.vllm_worker`); "files": name → SHA-256 of each shard, for the run
+    folder's marker.
     """
     shards = _shards(entries, max_bytes)
     weight_map: dict[str, str] = {}
@@ -250,7 +248,7 @@ def _write_weights(
                 digests[entry.name] = hashing.submit(_digest, tensors[entry.name])
                 weight_map[entry.name] = file
             files[file] = write_tensors(folder / file, tensors, {"format": "pt"})
-            wait(digests.values())  # what they are of takes the room of the next shard
+            wait(digests.values())  # frees their tensors for the next shard
     if len(shards) > 1:
         metadata = {"total_size": sum(entry.size for entry in entries)}
         index = json_text({"metadata": metadata, "weight_map": weight_map})
@@ -268,9 +266,9 @@ def hand_over(
     start_folder: str | Path,
     checkpoint_dtype: CheckpointDtype,
 ) -> dict[str, Any]:
-    """Hold the policy out to servers, as a checkpoint would have it, in what the policy computes
-    in. A collective. Returns what they are told; raises StorageError. Not for adapters, which
-    servers are given as files.
+    """Offer the policy to servers in memory, with the checkpoint's tensors in the policy's compute
+    dtype. A collective. Returns the message for the servers; raises StorageError. Not for adapters:
+    servers get them as files.
     """
     assert not adapted(policy)
     if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype]):
@@ -308,9 +306,7 @@ def hand_over(
 def write_merged(
     folder: Path, policy: Policy, base: Path, checkpoint_dtype: CheckpointDtype
 ) -> None:
-    """Write nothing but the weights of base and adapter, merged; for one process that has them
-    all.
-    """
+    """Write only the merged weights of base and adapter; for one process with all of them."""
     here = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
     entries = _entries_as_in(base, policy, list(_entries(policy, _DTYPES[checkpoint_dtype], here)))
     _write_weights(folder, entries, MAX_SHARD_BYTES, here)
@@ -337,12 +333,12 @@ def save_checkpoint(
     config: TrainingConfig | None = None,
     canary: dict[str, Any] | None = None,
 ) -> None:
-    """Write the policy as a model folder, atomically. A collective: all ranks must call it; rank 0
-    writes. `config`: the training's, which says what happens to adapters; without it they are
-    merged, and not written separately. `canary`: that of `canary_of`, if it is known.
+    """Write the policy as a model folder, atomically. A collective; rank 0 writes. `config`: the
+    training config, for its adapter settings; without it adapters are merged, and not written
+    separately. `canary`: the result of `canary_of`, if known.
 
-    With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with
-    the tolerance of bfloat16; training continues from what is written, so small updates are lost.
+    With checkpoint_dtype "bf16" the parameters are rounded, and the canary needs the tolerance of
+    bfloat16. Training continues from the rounded weights and loses small updates.
     """
     if canary is None:
         canary = canary_of(policy, start_folder, ranks, checkpoint_dtype)

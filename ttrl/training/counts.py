@@ -1,4 +1,4 @@
-"""How much work a step is: positions and floating-point operations."""
+"""Count the work of a step: positions and floating-point operations."""
 
 from collections.abc import Mapping
 
@@ -14,9 +14,7 @@ from ttrl.training.kernels.logprobs import IGNORE
 
 
 def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Count the positions of a microbatch: those that are trained, those that hold a token, and
-    padding.
-    """
+    """Count a microbatch's trained positions, positions with a token, and padding."""
     used = (batch["group_ids"] >= 0).sum()
     trained = (batch["labels"] != IGNORE).sum()
     return {
@@ -27,8 +25,8 @@ def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 PARTS = ("training", "recomputation", "prepass", "reference")
-"""What a step's FLOPs were spent on, as train.jsonl says: forward and backward pass; what the
-backward pass computes again; passes without gradient, of the policy and of the reference model."""
+"""Parts of a step's FLOPs in train.jsonl: forward and backward pass; recomputation in the backward
+pass; passes without gradient, of the policy and of the reference model."""
 
 
 def work_counts(
@@ -39,10 +37,10 @@ def work_counts(
     head_again: int = 0,
     reference: bool = False,
 ) -> dict[str, float]:
-    """Return "flops" of a forward and a backward pass, those of the PARTS "recomputation" and
-    "reference", and "logical_tokens": positions in rows that share nothing. head_again: how many
-    products of the head the backward pass makes besides. reference: whether both passes compute the
-    reference's as well.
+    """Return "flops" of a forward and a backward pass, FLOPs of the PARTS "recomputation" and
+    "reference", and "logical_tokens": positions in rows without shared prefixes. head_again: the
+    backward pass's extra products of the head. reference: whether both passes also compute the
+    reference's.
     """
     decoder = decoder_parameters(config.to_dict())
     tokens, pairs = _tokens_and_pairs(rows, decoder)
@@ -78,7 +76,8 @@ def forward_work(
 def _tokens_and_pairs(
     rows: PackedTensors, decoder: DecoderParameters
 ) -> tuple[int, dict[int | None, int]]:
-    """Return how many positions hold a token, and the pairs of query and key for each window."""
+    """Return the number of positions with a token, and the pairs of query and key for each
+    window."""
     positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
     return len(positions), {
         window: int((positions if window is None else positions.clamp(max=window)).sum())
@@ -92,7 +91,7 @@ def row_flops(rows: PackedTensors, config: PretrainedConfig) -> list[float]:
     """
     shape = decoder_parameters(config.to_dict()).shape
     used = rows.group_ids >= 0
-    keys = torch.where(used, rows.input_pos + 1, 0)  # that each position sees, itself included
+    keys = torch.where(used, rows.input_pos + 1, 0)  # keys seen by each position, itself included
     pairs = {
         window: (keys if window is None else keys.clamp(max=window)).sum(dim=1).tolist()
         for window in shape.layers_by_window

@@ -1,9 +1,9 @@
-"""Handle what goes wrong while training: numbers that are not finite, and memory that runs out.
+"""Handle failures during training: non-finite numbers and exhausted memory.
 
-A step whose loss or gradient is NaN or infinite is not taken: its gradient is discarded, the state
-stays as it was, and training continues with the next step. (With `optimizer_in_backward`,
-parameters with finite gradients are stepped before that is known.) All ranks decide alike, because
-they decide on sums over the ranks.
+A step with a NaN or infinite loss or gradient is skipped: its gradient is discarded, the state
+stays unchanged, and training continues with the next step. (With `optimizer_in_backward`,
+parameters with finite gradients are stepped before the fault is known.) All ranks decide alike,
+from sums over the ranks.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from ttrl.training.policy.policy import Policy
 def savings(
     config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: int = 1
 ) -> dict[str, float]:
-    """Return the bytes of a process's peak that each other setting would save, the largest first,
-    for rows of `seq_len` positions and `ranks` with different rows. Empty where the model's
-    config.json does not say its shape.
+    """Return the bytes of a process's peak saved by each other setting, the largest first, for rows
+    of `seq_len` positions and `ranks` with different rows. Empty if the model's config.json lacks
+    its shape.
     """
     device: Device = "cuda" if cuda else "cpu"
     try:
@@ -59,9 +59,7 @@ logger = logging.getLogger("ttrl.training")
 
 
 class Finite:
-    """Looks at a step's losses, and names the first that is not finite. Waits for the device only
-    at the end.
-    """
+    """Finds the first non-finite loss of a step. Waits for the device only at the end."""
 
     def __init__(self) -> None:
         self._bad: list[Tensor] = []
@@ -74,14 +72,15 @@ class Finite:
         self._first.append(bad_N.to(torch.int8).argmax() if len(bad_N) else bad_N.sum())
 
     def count(self) -> Tensor:
-        """Return how many losses were not finite so far, on this rank."""
+        """Return the number of non-finite losses so far, on this rank."""
         if self._bad:
             return torch.stack(self._bad).sum()
         return torch.zeros((), dtype=torch.int64)
 
     def described(self, rows: PackedTensors, row_numbers: list[int], size: int) -> str | None:
-        """Say where the first bad loss is; None if all are finite. `rows` are the step's on this
-        rank, `row_numbers` their numbers in the pack, `size` the rows of a microbatch."""
+        """Describe the position of the first bad loss; None if all are finite. `rows` are the
+        step's on this rank, `row_numbers` their numbers in the pack, `size` the rows of a
+        microbatch."""
         if self._bad:
             counts = torch.stack(self._bad).tolist()
         else:
@@ -102,7 +101,7 @@ class Finite:
 
 
 class Skipped:
-    """Counts the optimizer steps that were not taken, and stops the run after too many in a row."""
+    """Counts skipped optimizer steps, and stops the run after too many in a row."""
 
     def __init__(self, most: int, in_a_row: int = 0) -> None:
         self._most = most
@@ -113,14 +112,14 @@ class Skipped:
         self.in_a_row = 0
 
     def skip(self, step: int, why: str, policy: Policy, ranks: Ranks) -> None:
-        """Note that step `step` (from 1) was not taken. A collective. Raises DivergedError where it
-        is one too many, or where the weights themselves are not finite, which no step can mend."""
+        """Record step `step` (from 1) as skipped. A collective. Raises DivergedError after too
+        many, or for non-finite weights: no later step can repair those."""
         self.in_a_row += 1
         self.total += 1
         trained = {name: p for name, p in policy.parameters_by_name().items() if p.requires_grad}
         broken = [name for name, p in trained.items() if not torch.isfinite(local_part(p)).all()]
         everywhere = torch.tensor([float(len(broken))], device=ranks.device)
-        # Those that share layers hold other parts of them, and must end alike.
+        # Ranks with different parts of the same layers must reach the same decision.
         if ranks.processes > 1:
             distributed.all_reduce(everywhere)
         if everywhere.item():
@@ -142,15 +141,13 @@ class Skipped:
 
 
 def somewhere(first_bad: str | None, ranks: Ranks) -> str:
-    """Return the description by the first rank that found a bad loss. A collective."""
+    """Return the description from the first rank with a bad loss. A collective."""
     return next(words for words in ranks.texts_of_each(first_bad or "") if words)
 
 
 @contextlib.contextmanager
 def memory_advice(config: TrainingConfig, seq_len: int) -> Iterator[None]:
-    """Turn running out of memory into TrainerMemoryError, which says what setting would save how
-    much.
-    """
+    """Turn running out of memory into TrainerMemoryError, with each setting's possible savings."""
     try:
         yield
     except MemoryError as error:

@@ -1,26 +1,24 @@
-"""How much of a step's gradient is KL's, by the norms of its parts: ‖KL‖ / (‖policy‖ + ‖KL‖ +
-‖entropy‖).
+"""Measure KL's share of a step's gradient: ‖KL‖ / (‖policy‖ + ‖KL‖ + ‖entropy‖).
 
-Loss values cannot say it: with advantages that sum to zero, a policy loss is 0 on-policy however
-large its gradient, and so KL seems to be everything.
+Loss values cannot show it: with advantages of sum zero, an on-policy policy loss is 0 whatever its
+gradient, and KL would seem to be everything.
 
-Parts of the loss that depend on the labels' log-probabilities alone share one direction of the
-gradient at the final hidden state h of a token, ∂ log π/∂h, and are told apart by their derivatives
-by log π, which are known in closed form. What depends on whole distributions (entropy bonus, KL
-over the vocabulary) has another direction: the head tells its gradient apart, one product more for
-each (`ttrl.training.kernels.logprobs`). So the backward pass, as it comes by, can be split into its
-parts, and
+Terms of the label's log-probability share one direction of the gradient at a token's final hidden
+state h, ∂ log π/∂h. Their known derivatives by log π separate them. Terms of whole distributions
+(entropy bonus, KL over the vocabulary) have another direction: the head computes their gradient
+separately, one more product for each (`ttrl.training.kernels.logprobs`). So the backward pass can
+be split into its parts, and
 
     G_part = Σ_n g_part,n ⊗ h_n      over all tokens of the step
 
-is the exact gradient of a matrix I + M that stands between the last norm and the head, at M = 0
-(the head's own gradient, seen through the head). Tokens that pull in opposite directions cancel in
-it, as they do in every parameter's. A product of D × K for each part and trained token, less than a
-hundredth of a step. The share is near that of all parameters' gradients, not equal.
+is the exact gradient of a matrix I + M between the last norm and the head, at M = 0 (the head's own
+gradient, seen through the head). Tokens with opposite directions cancel in it, as they do in every
+parameter's. The cost is a product of D × K for each part and trained token, less than a hundredth
+of a step. The share is near the share over all parameters' gradients, not equal.
 
-Not where a value head trains the decoder.
+Not available if a value head trains the decoder.
 
-Shapes: N trained positions, n of a chunk, D width, K the first of these that h is taken at.
+Shapes: N trained positions, n of a chunk, D width, K the leading components of h in use.
 """
 
 import functools
@@ -34,8 +32,8 @@ _MOST_INPUTS = 512
 
 
 class GradientParts:
-    """Collects the gradient of one optimizer step, over its microbatches: `expect` before each
-    backward pass. apart: what of the loss depends on whole distributions."""
+    """Collects one optimizer step's gradient over its microbatches: call `expect` before each
+    backward pass. apart: the loss terms of whole distributions."""
 
     def __init__(self, apart: tuple[str, ...] = ()) -> None:
         self._of_kl: Tensor | None = None
@@ -44,8 +42,8 @@ class GradientParts:
         """G of everything, of KL, and of the entropy bonus if there is one."""
 
     def expect(self, whole_N: Tensor, kl_N: Tensor) -> None:
-        """Take the derivatives of the loss and of its KL part by log-probabilities; where they
-        cancel, a token is left out.
+        """Take the derivatives of the loss and of its KL part by log-probabilities; a token is left
+        out if they cancel.
         """
         told_N = whole_N.abs() > 1e-4 * kl_N.abs()
         self._of_kl = torch.where(told_N, kl_N / torch.where(told_N, whole_N, 1.0), 0.0).float()
@@ -56,9 +54,7 @@ class GradientParts:
             h_ND.register_hook(functools.partial(self.add, h_ND.detach()))
 
     def add_apart(self, name: str, gradient_nD: Tensor) -> None:
-        """Take the gradient at the hidden states of the next chunk that comes of its
-        distributions.
-        """
+        """Add the distribution terms' gradient at the next chunk's hidden states."""
         self._apart[name].append(gradient_nD.float())
 
     @torch.no_grad()
@@ -86,9 +82,7 @@ class GradientParts:
             chunks.clear()
 
     def share(self, here: Ranks) -> float | None:
-        """Return KL's share over all ranks, which must all have added something; None where all
-        parts are 0.
-        """
+        """Return KL's share over all ranks, each with data; None if all parts are 0."""
         if not self._sums:
             return None
         whole, *parts = (here.sum(total) for total in self._sums)

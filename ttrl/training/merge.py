@@ -1,14 +1,12 @@
-"""Merge a checkpoint's adapter into its base, for whoever needs whole weights: `python -m
-ttrl.training.merge CHECKPOINT`.
+"""Merge a checkpoint's adapter into its base: `python -m ttrl.training.merge CHECKPOINT`.
 
-Where the servers are given adapters, a run writes these alone, a thousandth of the model. What else
-reads a checkpoint has it merged when it is first asked for
-(`ttrl.server.model_folder.merge_adapter`): a server of `ttrl eval`, `ttrl chat` or `ttrl serve`,
-servers that refuse adapters, a training without them; and a run at its end, for the newest policy
-and the best.
+If servers take adapters, a run writes only these, a thousandth of the model. Other readers merge a
+checkpoint at its first use (`ttrl.server.model_folder.merge_adapter`): a server of `ttrl eval`,
+`ttrl chat` or `ttrl serve`, servers without adapter support, a training without adapters; and a run
+at its end, for the newest and the best policy.
 
-The base stays in its files, which are mapped, so that a process holds one shard at a time. On the
-CPU the result is that of the recipe with `lora_merge`, bit for bit.
+The base's files are memory-mapped: a process holds one shard at a time. On the CPU the result
+equals the recipe's with `lora_merge`, bit for bit.
 """
 
 import argparse
@@ -29,8 +27,8 @@ INDEX = "model.safetensors.index.json"
 
 
 def merge(folder: Path, base: str | None = None) -> None:
-    """Write merged weights into `folder`, in the dtype that its config.json names. base: where the
-    adapter's base is now, if not where it was. Raises ModelFolderError, StorageError."""
+    """Write merged weights into `folder`, in the dtype of its config.json. base: the adapter's
+    base, if it has moved. Raises ModelFolderError, StorageError."""
     stored = json.loads((folder / ADAPTER_FOLDER / ADAPTER_SETTINGS).read_text(encoding="utf-8"))
     known = {field.name for field in dataclasses.fields(TrainingConfig)}
     settings = {
@@ -44,8 +42,8 @@ def merge(folder: Path, base: str | None = None) -> None:
     policy = map_policy(config, base)
     with atomic_folder(folder / "merged") as made:
         write_merged(made, policy, Path(base), "bf16" if bf16 else "fp32")
-    # The index comes first, which names all files: until the last one is there, the folder counts
-    # as incomplete.
+    # The index comes first: it names all files, and the folder counts as incomplete until the last
+    # one is there.
     for path in sorted((folder / "merged").iterdir(), key=lambda path: path.name != INDEX):
         os.replace(path, folder / path.name)
     (folder / "merged").rmdir()

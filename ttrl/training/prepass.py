@@ -1,17 +1,17 @@
-"""Measure what an iteration needs before its first optimizer step, in passes without gradient.
+"""Measure an iteration's inputs before its first optimizer step, in passes without gradient.
 
-- the sampler's log-probabilities again, under its own weights, for some rows of a pack that an
-  older policy sampled;
-- the policy's log-probabilities at the start, where later steps see changed weights or advantages
-  are made from them;
+- the sampler's log-probabilities again, under its own weights, for some rows of a pack sampled by
+  an older policy;
+- the policy's log-probabilities at the start, if later steps see changed weights or advantages are
+  made from them;
 - the reference model's log-probabilities, by swapping its weights in, unless the pack holds them
-  already; its hidden states and its head, where KL is taken over the whole vocabulary;
+  already; its hidden states and its head, for KL over the whole vocabulary;
 - values of the value head;
-- and before a step, the tokens that Clip-Cov and KL-Cov act on.
+- and before a step, the tokens for Clip-Cov and KL-Cov.
 
-Everything lands in `Update.signals` or in the rows themselves, so that microbatches carry it along.
-`python -m ttrl.training.prepass --reference MODEL --packed FILE --output FILE` stores the
-reference's log-probabilities with a pack.
+The results go to `Update.signals` or to the rows, and from there into microbatches. `python -m
+ttrl.training.prepass --reference MODEL --packed FILE --output FILE` stores the reference's
+log-probabilities with a pack.
 
 Shapes: R rows of a step on this rank, P rows of the whole pack, T positions, N trained positions, D
 width, V vocabulary.
@@ -52,8 +52,8 @@ from ttrl.training.sampler_drift import compare_tokens
 logger = logging.getLogger("ttrl.training")
 
 _WATCHED = 12
-"""With `watch_kl`, one row out of so many has its KL measured: a third of what a gradient costs, so
-3% of a step.
+"""With `watch_kl`, KL is measured on one row in this many: a third of a gradient's cost, so 3% of a
+step.
 """
 
 
@@ -81,14 +81,14 @@ class Prepass:
         self._objectives = [objective.at(first_step + number) for number in range(len(steps))]
         self._value_head = value_head
         self.reference_head: tuple[Tensor, Tensor | None] | None = None
-        """The reference model's output projection [V, D] and its bias, where KL is taken over the
-        whole vocabulary.
+        """The reference model's output projection [V, D] and its bias, for KL over the whole
+        vocabulary.
         """
         self.drift: ComparedTokens | None = None
         """`compare_tokens` over the whole iteration, if a pass was made for it."""
         self.own_weights: ComparedTokens | None = None
-        """The same for some rows' tokens that `config.sampler_version` sampled, under its own
-        weights; if it is given.
+        """The same for some rows' tokens sampled by `config.sampler_version`, under its own
+        weights, if given.
         """
         self._spent: defaultdict[str, float] = defaultdict(float)
 
@@ -109,7 +109,7 @@ class Prepass:
             for step in self._steps:
                 step.signals |= self._own_signals(step)
             self.drift = self._compared([step.signals["start_logprobs"] for step in self._steps])
-        # The pass with a gradient computes another model than the one that sampled.
+        # With dropout, the pass with a gradient computes another model than the sampler's.
         elif self._config.lora_dropout:
             self.drift = self._compared(
                 [self._own_signals(step, values=False)["start_logprobs"] for step in self._steps]
@@ -170,9 +170,7 @@ class Prepass:
         )
 
     def choose(self, number: int) -> None:
-        """Choose the tokens that the objective acts on in step `number`, if it chooses any. A
-        collective.
-        """
+        """Choose the objective's tokens for step `number`, if it chooses any. A collective."""
         step = self._steps[number]
         objective = self._objectives[number]
         if not objective.needs_prepass:
@@ -210,9 +208,7 @@ class Prepass:
         )
 
     def _counted(self, part: str) -> TrainingConfig:
-        """Return the settings by which passes are counted: the reference is the base without its
-        adapters.
-        """
+        """Return the settings for counting passes: the reference is the base without adapters."""
         if part == "reference":
             return dataclasses.replace(self._config, lora_rank=None)
         return self._config
@@ -348,10 +344,9 @@ def row_signals(
     *,
     replays: bool = True,
 ) -> dict[str, Tensor]:
-    """Return "start_logprobs" [R, T] of all labels under the policy as it is, NaN elsewhere; with a
-    value head also "old_values" [R, T] of the positions that predict them, 0 elsewhere. A
-    collective if the policy is sharded. replays: with the sampler's experts, where the rows hold
-    them.
+    """Return "start_logprobs" [R, T] of all labels under the current policy, NaN elsewhere; with a
+    value head also "old_values" [R, T] at the label-predicting positions, 0 elsewhere. A collective
+    if the policy is sharded. replays: with the sampler's experts, if the rows hold them.
     """
     labelled = step.rows.labels != IGNORE
     result: dict[str, Tensor] = {}
@@ -390,8 +385,8 @@ def row_hidden(
 def store_reference_logprobs(
     config: GRPOConfig, here: Ranks, packed: PackedTensors
 ) -> PackedTensors:
-    """Return the pack with the log-probabilities of `config.model` as its reference, and what they
-    come from. A collective.
+    """Return the pack with reference log-probabilities from `config.model`, and their source. A
+    collective.
     """
     policy = load_policy(config, here)
     check_pack(packed, policy)
@@ -407,9 +402,7 @@ def store_reference_logprobs(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Store a reference model's log-probabilities with a pack, so that training needs no second
-    model.
-    """
+    """Store a reference model's log-probabilities with a pack, to train without a second model."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--reference", required=True, help="model folder")
     parser.add_argument("--packed", required=True)

@@ -1,6 +1,4 @@
-"""Which reference model a pack's stored log-probabilities are of, and whether they are those that a
-config wants.
-"""
+"""Name the reference model of a pack's stored log-probabilities, and check it against a config."""
 
 import hashlib
 from pathlib import Path
@@ -41,12 +39,12 @@ def reference_facts(config: GRPOConfig) -> dict[str, str]:
 
 
 def check_reference(packed: PackedTensors, config: GRPOConfig) -> None:
-    """Check what the objective will compare the policy with, before anything is loaded. Packs that
-    do not say where their log-probabilities come from are trusted.
+    """Check the objective's reference before loading anything. Packs without a recorded source of
+    their log-probabilities are trusted.
 
     Raises PackError if the pack's log-probabilities are of another temperature, or of other weights
-    than `reference_model`'s if one is given; ConfigError if there is neither a reference model nor
-    stored log-probabilities.
+    than a given `reference_model`'s; ConfigError if there is neither a reference model nor stored
+    log-probabilities.
     """
     if not config.needs_estimates:
         return

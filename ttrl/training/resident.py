@@ -1,19 +1,17 @@
-"""Keep a recipe up, and what it needs warm from one iteration to the next: the policy, its
-optimizer, the value head.
+"""Keep a recipe and its state alive between iterations: policy, optimizer and value head.
 
-Configs appear one after the other in a folder (`ttrl.system.request_folder`). Each rank looks for
-the next by itself, so that no collective times out while there is nothing to do. Any error ends the
-process with the same message as the one-shot form: memory may hold half a step by then.
+Configs appear one after the other in a folder (`ttrl.system.request_folder`). Each rank polls it by
+itself: no collective can time out while idle. Any error ends the process with the same message as
+the one-shot form: memory may hold half a step by then.
 
-An iteration names the files that it starts from, a model folder and a state. What is in memory is
-used instead if it is known to be the same: this process wrote it to these very files, or read it
-from them, and no file has changed since (by inode, size and times). Otherwise the files are read,
-as in a new process: after a kill, for an iteration that is trained again, for a file that was put
-there by hand, and for any changed setting. So both produce the same weights, bit for bit; with one
-exception: compiled layers, which may have been compiled for lengths of earlier iterations.
+An iteration names its starting files, a model folder and a state. Memory is used instead if it is
+known to hold the same: this process wrote these very files, or read them, and none has changed
+since (by inode, size and times). Otherwise the files are read, as in a new process: after a kill,
+for a retrained iteration, for a file placed by hand, and for any changed setting. Both produce the
+same weights, bit for bit; with one exception: layers compiled for lengths of earlier iterations.
 
-If files hold less than memory does (weights or moments that are rounded when written), memory takes
-over what they hold.
+If files hold less than memory does (weights or moments rounded when written), memory takes the
+files' values.
 """
 
 import contextlib
@@ -52,8 +50,7 @@ from ttrl.training.stepper import Stepper
 
 logger = logging.getLogger("ttrl.training")
 
-# Settings that change from iteration to iteration while model, optimizer and schedule stay the
-# same.
+# Settings free to change between iterations with the same model, optimizer and schedule.
 _OF_ONE_ITERATION = (
     *(
         "model",
@@ -71,7 +68,7 @@ _OF_ONE_ITERATION = (
 
 
 class Trained(NamedTuple):
-    """What training changes."""
+    """The trained objects."""
 
     policy: Policy
     stepper: Stepper
@@ -79,8 +76,8 @@ class Trained(NamedTuple):
 
 
 def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
-    """Load what `config` starts from. A collective. Raises ModelFolderError, RunFolderError and
-    ConfigError.
+    """Load the starting model and state of `config`. A collective. Raises ModelFolderError,
+    RunFolderError and ConfigError.
     """
     policy = load_policy(config, here)
     if config.value_head:
@@ -91,14 +88,13 @@ def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
 
 
 Files = tuple[tuple[Any, ...], ...]
-"""Tells whether files are the same as before: name, device, inode, size, and times of content and
-entry of each.
+"""Identity of files, to detect changes: name, device, inode, size, and times of content and entry
+of each.
 """
 
 
 class Residence:
-    """Holds what was trained until the next iteration asks for it; one per rank. Its methods are
-    collectives.
+    """Holds the trained objects for the next iteration; one per rank. Its methods are collectives.
 
     trained = residence.enter(config)
     …                                     # train, write checkpoint and state
@@ -109,26 +105,26 @@ class Residence:
     def __init__(
         self, here: Ranks, handed_over: Callable[[dict[str, Any]], None] = lambda facts: None
     ) -> None:
-        """Make an empty one. `handed_over` is called with what servers are told, while checkpoint
-        and state are still to be written."""
+        """Make an empty one. `handed_over` is called with the message for servers, before
+        checkpoint and state are written."""
         self._here = here
         self._tell = handed_over
         self._kept: tuple[Trained, dict[str, Any], Files | int] | None = None
-        """What it is, of which settings, and of which files; of which iteration, where those were
-        not written.
+        """The trained objects, their settings, and their files; or their iteration, if no files
+        were written.
         """
         self._memory = WeightMemory(here)
         self._is_parked = False
         self.canary: dict[str, Any] | None = None
-        """Of what was held out last."""
+        """The canary of the last transfer."""
 
     def enter(self, config: GRPOConfig, computes: bool = True) -> Trained:
-        """Return what `config` starts from: from memory if it is the same there, else from its
+        """Return the starting point of `config`: from memory if it is the same there, else from its
         files. Raises ModelFolderError, RunFolderError and ConfigError as loading does,
-        RunFolderError also where it has to be in memory and is not.
+        RunFolderError also if memory must hold it and does not.
 
-        computes: what is parked comes back to the device; else it stays where it is, as servers may
-            have the device.
+        computes: move parked tensors back to the device; else they stay parked, as servers may have
+            the device.
         """
         kept = self._kept
         self._kept = None
@@ -162,8 +158,8 @@ class Residence:
         return trained
 
     def leave(self, config: GRPOConfig, trained: Trained, is_written: bool = True) -> None:
-        """Keep what was trained for the iteration that continues from it. Call it after checkpoint
-        and state were written, if they are."""
+        """Keep the trained objects for the next iteration. Call it after checkpoint and state were
+        written, if they are."""
         if not is_written:
             return self._keep(config, trained, config.iteration)
         output = Path(config.output_dir)
@@ -187,13 +183,13 @@ class Residence:
         canary: dict[str, Any],
         compared: dict[str, Any] | None = None,
     ) -> bool:
-        """Hold the policy out to servers, if `config` says so, before anything is written; return
-        whether it is there. Where they share the device, they may have it then: all of this has
-        left it, and is written from where it is parked. From then on no process runs anything on
-        the device, until it is asked for the next iteration.
+        """Transfer the policy to servers, if `config` says so, before anything is written; return
+        whether it is there. Servers sharing the device may use it from then on: everything here is
+        parked, and written from there. No process runs anything on the device until the next
+        iteration.
 
-        canary: what they must compute. compared: what train.jsonl will say of sampler and trainer,
-            so that it is known by then.
+        canary: the expected outputs. compared: train.jsonl's comparison of sampler and trainer, in
+            time for the transfer.
         """
         if not config.hand_over:
             return False
@@ -211,19 +207,17 @@ class Residence:
         return True
 
     def prepare(self, config: GRPOConfig) -> None:
-        """Load what `config` starts from before it is asked for. What is wrong with it is left for
-        the iteration to report.
-        """
+        """Load the start of `config` in advance. Errors are left for the iteration to report."""
         try:
             self.keep(config, load_trained(config, self._here))
-        # Of memory: PyTorch has no class of its own for the CPU's.
+        # Out of memory: PyTorch has no separate class for the CPU's.
         except (TtrlError, MemoryError, RuntimeError) as error:
             self._kept = None
             logger.info("nothing is loaded yet: %s", error)
 
     def keep(self, config: GRPOConfig, trained: Trained) -> None:
-        """Keep what was loaded for `config`, and has not changed since, for whoever asks for that;
-        nothing where it should leave the GPU and the CPU's memory is too small."""
+        """Keep the objects loaded for `config`, unchanged, for the next request; nothing if they
+        should leave the GPU and the CPU's memory is too small."""
         try:
             self._keep(config, trained, _inputs(config))
         except StorageError as error:
@@ -245,9 +239,7 @@ class Residence:
         self._is_parked = True
 
     def _agreed(self, mine: bool) -> bool:
-        """Return the first rank's answer: a file on its way to another host looks different
-        there.
-        """
+        """Return the first rank's answer: a file in transit looks different on another host."""
         answers = self._here.rows_of_each(torch.tensor([mine]))
         return bool(answers[0])
 
@@ -261,9 +253,7 @@ def _settings(config: GRPOConfig) -> dict[str, Any]:
 
 
 def _inputs(config: GRPOConfig) -> Files:
-    """Return the facts of the files that a policy, an optimizer and a value head are loaded
-    from.
-    """
+    """Return the facts of the source files of policy, optimizer and value head."""
     folders = [Path(config.model), Path(config.model, ADAPTER_FOLDER)]
     if config.lora_rank is not None:
         folders.append(Path(base_folder(config)))
@@ -298,8 +288,8 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
 
 @torch.no_grad()
 def park(trained: Trained) -> None:
-    """Move everything into the CPU's memory, except what is there for good. A collective. Raises
-    StorageError where there is too little of it; everything is where it was then."""
+    """Move everything into the CPU's memory, except permanent device tensors. A collective. Raises
+    StorageError if there is too little memory; nothing has moved then."""
     if trained.stepper.lives_on_cpu:
         return
     memory = trained.policy.host_memory
@@ -315,7 +305,7 @@ def park(trained: Trained) -> None:
 
 @torch.no_grad()
 def unpark(trained: Trained, device: torch.device) -> None:
-    """Move back to the device what was parked."""
+    """Move parked tensors back to the device."""
     if trained.stepper.lives_on_cpu:
         return
     for owner, name in _places(trained):
@@ -324,8 +314,8 @@ def unpark(trained: Trained, device: torch.device) -> None:
 
 
 def _places(trained: Trained) -> list[tuple[Any, str]]:
-    """Return where the tensors of policy, value head and optimizers are that live on the device."""
-    # Shards, also where a pass left them whole.
+    """Return the places of device tensors in policy, value head and optimizers."""
+    # Shards, even if a pass left whole parameters.
     tensors: list[Tensor] = list(trained.policy.parameters_by_name().values())
     if trained.values is not None:
         tensors += trained.values.head.parameters()
@@ -342,7 +332,7 @@ def _empty_caches() -> None:
 
 
 def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: Any) -> int:
-    """Train every config that appears in the folder `raw.follow`, until told to stop or it is gone.
+    """Train every config from the folder `raw.follow`, until told to stop or the folder is gone.
     Returns the exit code.
     """
     return run_on_ranks(
@@ -374,25 +364,25 @@ def _serve(
         with _output_to(Path(config.output_dir, "train.log")):
             check_here(config, here)
             train(config, here, residence)
-        _give_back_memory()  # before others are told that they may use it
+        _give_back_memory()  # before others may use it
         here.barrier()
         if here.is_first:
             folder.put_answer(number, {"seconds": time.perf_counter() - began})
 
 
 def _give_back_memory() -> None:
-    """Return what PyTorch and C's allocator hold on to, the latter a third as measured, for the
+    """Return memory cached by PyTorch and C's allocator, the latter a third as measured, for the
     server to use while we wait.
     """
     _empty_caches()
-    with contextlib.suppress(OSError, AttributeError):  # of glibc alone
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
 def _output_to(log: Path) -> Iterator[None]:
-    """Append everything that this process prints, C libraries included, to `log`; after an error
-    that stays so.
+    """Append all output of this process, C libraries included, to `log`; after an error that stays
+    so.
     """
     # Appending from several hosts is not atomic.
     node = os.environ.get("GROUP_RANK", "0")

@@ -1,14 +1,13 @@
-"""Compare sampler and trainer: how far apart their log-probabilities of the same tokens are, before
-any training on them.
+"""Measure the drift between sampler and trainer log-probabilities of the same tokens, before
+training.
 
-In exact arithmetic there is no difference for tokens of the policy that training starts from. Any
-difference comes from rounding (and is small), or from something that is wrong: other weights,
-another distribution, another model. Tokens of older policies differ because the policy has moved:
-that is policy lag, not an error, so figures are kept by weights version. If an older policy sampled
-all tokens, some rows are compared under its own weights as well (`Prepass`).
+In exact arithmetic, tokens of the starting policy show no difference. Any difference comes from
+rounding (and is small), or from an error: other weights, another distribution, another model.
+Tokens of older policies differ by policy lag, not by error: figures are kept by weights version. If
+an older policy sampled all tokens, some rows are also compared under its own weights (`Prepass`).
 
-`trainer_logprobs.safetensors`, next to train.jsonl, holds the trainer's numbers in the places of
-the pack, for the report.
+`trainer_logprobs.safetensors`, next to train.jsonl, holds the trainer's numbers in the pack's
+places, for the report.
 
 Shapes: N trained positions over all steps and ranks, P rows of the pack, T positions of a row.
 """
@@ -32,9 +31,9 @@ LOGPROBS_FILE = "trainer_logprobs.safetensors"
 WORST = 8
 """How many tokens are named for each weights version."""
 TOLERANCES = {"fp32": 1e-3, "bf16": 0.25}
-"""Nats that a token may be apart before it counts as outside, by the trainer's dtype. In float32
-differences are about 1e-6, with TF32 in a GPU's attention kernels up to 1e-3; in bfloat16 logits of
-size 10 to 20 are rounded by 0.03 to 0.06 on both sides.
+"""A token's tolerated difference in nats, by the trainer's dtype. In float32 differences are about
+1e-6, with TF32 in a GPU's attention kernels up to 1e-3; in bfloat16 logits of size 10 to 20 are
+rounded by 0.03 to 0.06 on both sides.
 """
 
 
@@ -55,21 +54,20 @@ def compare_tokens(
     these rows in row-major order. A collective; with `write` the first rank writes LOGPROBS_FILE
     into `config.output_dir`.
 
-    Returns, where any token has a log-probability of the sampler's,
+    Returns, if any token has a log-probability from the sampler,
         mean, p999, max     of |difference| in nats
         ess                 effective sample size (Σw)²/Σw² of the weights w = π_trainer/π_sampler,
                             as a share of the tokens
-        ess_of_most         the same without the thousandth of the tokens that are furthest apart: a
-                            single one with a weight of e³ halves that of a thousand tokens
-        tokens, unknown     how many were compared, and how many have none of the sampler's
-        not_finite          tokens for which either side has no finite number; they are left out of
-                            all else
-        tolerance, outside  nats, and the share of tokens that are further apart
-        by_version          the difference by the weights version that sampled the tokens
+        ess_of_most         the same without the most distant thousandth of the tokens: a single one
+                            with a weight of e³ halves that of a thousand tokens
+        tokens, unknown     compared tokens, and tokens without a sampler's log-probability
+        not_finite          tokens with a non-finite number on either side; excluded from all else
+        tolerance, outside  nats, and the share of tokens beyond it
+        by_version          the difference by the tokens' weights version
         by_position         mean |difference| of the first, second, third and last quarter of all
-                            positions in the samples: what grows with the position comes from
-                            positions (RoPE), not from weights
-        worst               of each version the WORST tokens that are furthest apart
+                            positions in the samples: growth with the position points to positions
+                            (RoPE), not to weights
+        worst               the WORST most distant tokens of each version
     """
     mine = [_facts(step) for step in steps]
     places, versions, positions = (

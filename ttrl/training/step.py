@@ -1,11 +1,10 @@
-"""The gradient of one optimizer step: microbatch by microbatch, through the head, the objective and
-the value head.
+"""Compute one optimizer step's gradient by microbatch, through head, objective and value head.
 
     Σ w·(ℓ + c_v·ℓ_value) / Z      over all trained tokens of the step, on all ranks
 
-Where the objective allows it (`StepObjective.per_token`), the head takes the gradient of a chunk's
-logits at once, in the forward pass; else the chunks are computed again in the backward pass. What
-is reported comes from the same numbers, without gradient.
+If the objective allows it (`StepObjective.per_token`), the head takes the gradient of a chunk's
+logits at once, in the forward pass; else the backward pass recomputes the chunks. The metrics come
+from the same numbers, without gradient.
 
 Shapes: N trained positions of a microbatch.
 """
@@ -35,7 +34,7 @@ from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 
 TOKENS = ("trained_tokens", "row_tokens", "padding_tokens", "logical_tokens")
-# Facts that are reported as Σ w·fact / Z, as the loss is.
+# Facts reported as Σ w·fact / Z, as the loss is.
 _WEIGHTED = ("policy_loss", "kl_loss", "entropy_loss", "kl")
 # … as means over trained tokens.
 _SHARES = ("clipped_low", "clipped_high", "dual_clipped", "chosen", "correction", "capped")
@@ -43,9 +42,7 @@ _SHARES = ("clipped_low", "clipped_high", "dual_clipped", "chosen", "correction"
 
 @dataclass
 class StepResult:
-    """What is known of a step once its gradient is there; the same on all ranks but for
-    `first_bad`.
-    """
+    """A step's results once its gradient is there; the same on all ranks but for `first_bad`."""
 
     sums: dict[str, float]
     """Over all tokens and ranks."""
@@ -56,12 +53,12 @@ class StepResult:
     were asked for.
     """
     first_bad: str | None
-    """Where the first loss of this rank is that is not finite."""
+    """The position of this rank's first non-finite loss."""
     pieces: dict[str, Any] | None = None
-    """What `GradientPieces` saw; if it looked."""
+    """The results of `GradientPieces`, if enabled."""
     kl_share: float | None = None
-    """See `ttrl.training.gradient_parts`; None where there is no KL in the loss, or where a value
-    head trains the decoder.
+    """See `ttrl.training.gradient_parts`; None without KL in the loss, or if a value head trains
+    the decoder.
     """
     routing: list[LayerRouting] = field(default_factory=list)
     """Of each layer with experts."""
@@ -103,7 +100,7 @@ class GradientStep:
         before: Mapping[str, float] | None = None,
     ) -> StepResult:
         """Add the gradient of the whole step to the parameters. With `compare`, the result holds
-        all log-probabilities. before: FLOPs that were spent for this step already, by PARTS."""
+        all log-probabilities. before: FLOPs already spent for this step, by PARTS."""
         sums = Sums()
         ratio = Range()
         finite = Finite()
@@ -237,7 +234,7 @@ class GradientStep:
             facts["kl"] = ESTIMATORS["k3" if kind == "full" else kind](
                 out.logprobs.detach(), tokens.reference
             )
-            if self._config.watch_kl:  # of some rows alone
+            if self._config.watch_kl:  # of some rows only
                 sums.add(kl_weights=tokens.weights * ~torch.isnan(tokens.reference))
         sums.add(loss=facts["loss"] * tokens.weights, entropy=out.entropy)
         sums.add(
@@ -256,9 +253,7 @@ class GradientStep:
 
 
 class _Tokens:
-    """What is known of a microbatch's trained tokens, [N] each, and their loss under an
-    objective.
-    """
+    """A microbatch's trained tokens, [N] each, and their loss under an objective."""
 
     def __init__(self, batch: dict[str, Tensor], objective: StepObjective) -> None:
         self.trained = trained = batch["trained"]
@@ -296,8 +291,8 @@ class _Tokens:
         )
 
     def slopes(self, out: PolicyOutput) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of the weighted loss, and of KL's part of it, by the
-        log-probabilities, [N] each; of what depends on whole distributions, nothing."""
+        """Return the derivatives of the weighted loss, and of its KL part, by the
+        log-probabilities, [N] each; without the terms of whole distributions."""
         fixed = {
             "entropy": out.entropy.detach(),
             "divergence": None if out.divergence is None else out.divergence.detach(),
@@ -316,12 +311,12 @@ class _Tokens:
         return found[0], found[1] if len(found) > 1 else torch.zeros_like(found[0])
 
     def weighted_loss(self, logprobs_n: Tensor, at: slice) -> Tensor:
-        """Return w·ℓ of the tokens in `at`, which the head differentiates chunk by chunk."""
+        """Return w·ℓ of the tokens in `at`; the head differentiates it chunk by chunk."""
         return self.loss(logprobs_n, at)[0] * self.weights[at]
 
 
 def step_metrics(result: StepResult, step: Update) -> dict[str, Any]:
-    """Return what train.jsonl says about a step's loss, from sums over all ranks."""
+    """Return a step's loss metrics for train.jsonl, from sums over all ranks."""
     sums = result.sums
     tokens = max(sums["trained_tokens"], 1)
     metrics: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a training step tells about itself: sums over microbatches and ranks."""
+"""Sum a training step's metrics over microbatches and ranks."""
 
 import math
 from collections import defaultdict
@@ -40,7 +40,7 @@ class Range:
 
     def add(self, values_N: Tensor) -> None:
         """Add values; there may be none."""
-        if len(values_N):  # on their device alone: to bring anything there would wait for it
+        if len(values_N):  # on their device only: moving anything would wait for it
             low, high = values_N.detach().float().aminmax()
             both = torch.stack([-low, high])
             if self._both is None:

@@ -1,28 +1,28 @@
-"""Read what the gradient noise scale needs as a step's gradients pass by. The mathematics:
+"""Collect the inputs of the gradient noise scale during a step's backward pass. The mathematics:
 `ttrl.instruments.gradient_noise`.
 
-Two things are watched in the one backward pass that there is:
+Two things are measured in the one backward pass:
 
-    pieces    |h_j|² of each microbatch's gradient on each rank, by a hook on every parameter that
-              sees the gradient before it is added to the others; on a rank of FSDP2 this is its
-              own, before gradients are summed over ranks
-    sketch    the gradient of each sample with respect to linear layers that would lie on the hidden
-              states after the decoder's first layer and in its middle, Σ_t δ_t h_tᵀ over its
-              labels, h normed as the next layer does it, each projected to SKETCH × SKETCH numbers
-              at random: E|projected|² = |x|². What a sample does to the gradient at the prompt's
-              positions is left out, as it cannot be told apart there by sample
+    pieces    |h_j|² of each microbatch's gradient on each rank, by a hook on every parameter,
+              before the gradient is added to the others; on a rank of FSDP2 this is its own, before
+              gradients are summed over ranks
+    sketch    each sample's gradient with respect to imaginary linear layers on the hidden states
+              after the decoder's first layer and in its middle, Σ_t δ_t h_tᵀ over its labels, h
+              normed as in the next layer, each projected to SKETCH × SKETCH numbers at random:
+              E|projected|² = |x|². A sample's effect on the gradient at the prompt's positions is
+              left out: it cannot be separated by sample there
 
 The sketch only divides the noise between prompts and samples; after the top layer it would be
 wrong, and call twice as much of it noise between samples. In 1,024 batches of the quickstart it
-found 0.22 of the noise between samples where batches that were drawn again say 0.26, and S/|G|² 0.9
-times as large (tools/check_noise.py); a few groups weigh so much in either figure that 1,024
-batches leave a factor of two. A norm reads each gradient once, which is little beside the products
-that made it; `seconds` says how much (on a GPU, of the CPU that launched it). Where a microbatch is
-very small, of 100 tokens and a model of a million parameters, looking takes 5 to 7% of it.
+found 0.22 of the noise between samples; redrawn batches say 0.26. S/|G|² was 0.9 times as large
+(tools/check_noise.py); a few groups weigh so much in either figure that 1,024 batches leave a
+factor of two. A norm reads each gradient once, little next to the products behind it; `seconds`
+says how much (on a GPU, of the launching CPU's time). For a very small microbatch, of 100 tokens
+and a model of a million parameters, it takes 5 to 7% of the microbatch.
 
 Shapes: B rows, T tokens, N trained positions of a microbatch, D width, S samples, L lines (one for
-each sample of each microbatch), d depths, r and q = SKETCH. Has run on CPU, alone and over gloo,
-and on one GPU.
+each sample of each microbatch), d depths, r and q = SKETCH. Has run on CPU, in one process and over
+gloo, and on one GPU.
 """
 
 import time
@@ -42,7 +42,7 @@ SKETCH = 16
 # Σ/σ_s in (6): beyond, one sample has most of the variance, and to leave it out is no small change.
 _MOST_RATIO = 2.0
 _ENDS = ((-torch.inf, "amax"), (torch.inf, "amin"))
-_BLOCKS = 4  # into which layers are divided, at most
+_BLOCKS = 4  # the most groups of layers
 
 
 class GradientPieces:
@@ -71,8 +71,8 @@ class GradientPieces:
         self.seconds = 0.0
 
     def begin(self, global_step: int, microbatches: int) -> None:
-        """Forget the step before; the next has so many microbatches on each rank. The sketch's
-        projections are new in each step, so that averages over steps have no bias."""
+        """Forget the step before, and set the next one's number of microbatches on each rank. The
+        sketch's projections are new in each step, to keep averages over steps unbiased."""
         width = self._policy.decoder.tok_embeddings.embedding_dim
         generator = derived_generator(*self._seed, global_step)
         drawn = torch.randn(2, len(self._depths), width, SKETCH, generator=generator) / SKETCH**0.5
@@ -101,16 +101,16 @@ class GradientPieces:
         advantages_N: Tensor,
         trained_N: Tensor,
     ) -> Callable[[int, Tensor], None]:
-        """Return what is to be given each layer's number and the hidden states [B, T, D] that leave
-        it, in a microbatch's forward pass. keys: (task, sample) of each sample; trained: where the
-        labels are, rows laid end to end.
+        """Return a callback for a microbatch's forward pass; it takes each layer's number and
+        output hidden states [B, T, D]. keys: (task, sample) of each sample; trained: the label
+        positions, rows laid end to end.
         """
         device = weights_N.device
         of_samples_S2 = torch.zeros(len(keys), 2, dtype=torch.float64, device=device)
         of_samples_S2[:, 0].index_add_(0, sample_ids_N, weights_N.double())
-        # Of any token: they differ where critics are trained.
+        # Of any token: they differ when critics are trained.
         of_samples_S2[sample_ids_N, 1] = advantages_N.double()
-        # Each depth's numbers lie together, which makes adding to them 40 times as fast.
+        # Each depth's numbers are contiguous: adding to them is 40 times as fast.
         sums_dSr = torch.zeros(len(self._depths), len(keys), SKETCH**2, device=device)
         piece = torch.full_like(keys[:, :1], len(self._norms))
         self._lines.append((torch.cat([piece, keys], dim=1), of_samples_S2, sums_dSr))
@@ -145,15 +145,15 @@ class GradientPieces:
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Return what was seen, the same on every rank: of pieces their `shares` f_j of the weights
-        in the loss, `squares` |h_j|² and of all `whole` |g|², by group of layers; of samples
-        `counts`, `within`, `alike`, `between`, `mean`, `split` (`ttrl.instruments.gradient_noise`).
-        A collective. Call it before gradients are clipped.
+        """Return the measurements, the same on every rank: of pieces their `shares` f_j of the
+        weights in the loss, `squares` |h_j|² and of all `whole` |g|², by group of layers; of
+        samples `counts`, `within`, `alike`, `between`, `mean`, `split`
+        (`ttrl.instruments.gradient_noise`). A collective. Call it before gradients are clipped.
         """
         began = time.perf_counter()
         here = self._here
         pieces = len(self._norms)
-        # FSDP takes the mean over ranks of what `Update.backward` made larger by their number.
+        # FSDP takes the mean over ranks; `Update.backward` multiplied by their number.
         scale = 1 / here.world_size
         gradients = {
             self._slots[name]: p.grad
@@ -196,8 +196,8 @@ class GradientPieces:
         return note
 
     def _leaves(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that autograd gives gradients to: with FSDP2, whole parameters, which
-        the first forward pass makes and later ones fill again."""
+        """Yield autograd's gradient leaves: with FSDP2, whole parameters, made by the first forward
+        pass and refilled by later ones."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         if not any(isinstance(module, FSDPModule) for module in self._policy.modules()):
             yield from self._parameters.items()
@@ -229,9 +229,7 @@ def _norm(gradient: Tensor) -> Tensor:
 
 
 def _layer_groups(names: Sequence[str], layers: int) -> list[str]:
-    """Return for each parameter the group of layers that it is in: embeddings, head, and parts of
-    the decoder.
-    """
+    """Return each parameter's group of layers: embeddings, head, and parts of the decoder."""
     size = -(-layers // _BLOCKS)
     found = []
     for name in names:
@@ -247,8 +245,8 @@ def _layer_groups(names: Sequence[str], layers: int) -> list[str]:
 
 
 def _moments(who_L3: Tensor, seen: Tensor, pieces: int) -> dict[str, Any]:
-    """Return what `finish` says of shares and samples. who: (piece, task, sample) of each line;
-    seen: its weight in the loss, its advantage, and its part of the sketched gradient."""
+    """Return the values of `finish` about shares and samples. who: (piece, task, sample) of each
+    line; seen: its weight in the loss, its advantage, and its part of the sketched gradient."""
     shares = torch.zeros(pieces, dtype=torch.float64).index_add_(0, who_L3[:, 0], seen[:, 0])
     samples, place_L = torch.unique(who_L3[:, 2], return_inverse=True)
     count = len(samples)
@@ -279,7 +277,7 @@ def _moments(who_L3: Tensor, seen: Tensor, pieces: int) -> dict[str, Any]:
 
 
 def _within(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> float:
-    """Return the scatter of samples within tasks, (4); of pseudo-values, (6), where advantages have
+    """Return the scatter of samples within tasks, (4); of pseudo-values, (6), if advantages have
     unit length.
     """
 
@@ -304,9 +302,7 @@ def _within(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> flo
 
 
 def _have_unit_length(advantages: Tensor, task_S: Tensor) -> bool:
-    """Tell whether advantages, whose mean in each task is 0, are divided by the root of their mean
-    square there.
-    """
+    """Tell whether advantages, of mean 0 in each task, are divided by their rms there."""
     squares = torch.zeros(int(task_S.max()) + 1, dtype=advantages.dtype).index_add_(
         0, task_S, advantages.square()
     )
@@ -314,7 +310,7 @@ def _have_unit_length(advantages: Tensor, task_S: Tensor) -> bool:
 
 
 def _alike(x: Tensor, means: Tensor, task_S: Tensor, advantages: Tensor) -> dict[str, Any] | None:
-    """Return what (7) needs where rewards have two values, of each task: n, Σ|x|² and |Σx|² of the
+    """Return the inputs of (7) for rewards with two values, by task: n, Σ|x|² and |Σx|² of the
     samples with the higher and of those with the lower one, and |m|²."""
     ends = (
         torch.full((len(means),), bound, dtype=x.dtype).scatter_reduce(0, task_S, advantages, how)

@@ -1,5 +1,5 @@
-"""Taking an optimizer step, or not: the optimizers of policy and value head, the run's step count,
-and their state on disk.
+"""Take optimizer steps, or skip them: the optimizers of policy and value head, the run's step
+count, and their state on disk.
 """
 
 import json
@@ -33,8 +33,8 @@ _SKIPPED_FILE = "skipped.json"
 
 
 class Stepper:
-    """Takes optimizer steps, on from the folder `state`, if any. Raises RunFolderError if that
-    cannot be read or does not fit.
+    """Takes optimizer steps, continuing from the folder `state`, if any. Raises RunFolderError if
+    it cannot be read or does not fit.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Stepper:
         return self._config.cpu_offload or self._here.device.type == "cpu"
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what the optimizers hold where the parameters are."""
+        """Yield the optimizers' tensors on the parameters' device."""
         optimizers: list[torch.optim.Optimizer]
         if isinstance(self.optimizer, OptimizerInBackward):
             optimizers = list(self.optimizer.by_parameter.values())
-        # What it has on the device is of small parameters only.
+        # Its device tensors belong to small parameters only.
         elif isinstance(self.optimizer, CPUOffloadOptimizer):
             if self.optimizer.d_opt is None:
                 optimizers = []
@@ -85,8 +85,8 @@ class Stepper:
         self.global_step = load_state(folder, self._policy, self.optimizer)
 
     def begin(self, lr_scale: float = 1.0) -> None:
-        """Set the step's learning rate. Call it before the step's first backward pass, in which
-        some optimizers work.
+        """Set the step's learning rate. Call it before the step's first backward pass: some
+        optimizers work there.
         """
         begin_step(self.optimizer, self._config, self.global_step, lr_scale)
 
@@ -94,15 +94,13 @@ class Stepper:
         self, not_finite: float, first_bad: str | None, lr_scale: float = 1.0
     ) -> dict[str, Any]:
         """Take the step if all losses and the gradient are finite; else discard the gradient (with
-        `optimizer_in_backward`, what is left of it, as the reason says). Either way the run's step
-        count goes up, and with it the schedules. Returns what train.jsonl says about it. A
-        collective.
+        `optimizer_in_backward`, the rest of it, as the reason says). Either way the run's step
+        count goes up, and with it the schedules. Returns the entries for train.jsonl. A collective.
 
-        not_finite: how many losses were not, over all ranks. first_bad: where the first of this
-            rank lies, in words.
+        not_finite: the number of non-finite losses, over all ranks. first_bad: the position of this
+            rank's first, in words.
 
-        Raises DivergedError where too many steps in a row were skipped, or the weights are not
-        finite.
+        Raises DivergedError after too many skipped steps in a row, or for non-finite weights.
         """
         facts: dict[str, Any] = {"lr": learning_rate(self._config, self.global_step) * lr_scale}
         why = None
@@ -185,7 +183,7 @@ class Stepper:
 
 
 def _skipped_before(state: str | None) -> int:
-    """Return how many steps in a row were skipped at the end of the last iteration. Raises
+    """Return the number of steps skipped in a row at the end of the last iteration. Raises
     RunFolderError.
     """
     path = Path(state, _SKIPPED_FILE) if state else None

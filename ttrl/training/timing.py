@@ -1,4 +1,4 @@
-"""Time of a recipe's parts: a stopwatch by part, the profiler's traces, and the speed of the
+"""Measure a recipe's times: a stopwatch by part, the profiler's traces, and the speed of the
 largest matrix product.
 """
 
@@ -20,9 +20,8 @@ from ttrl.training.parallel.distributed import Ranks
 
 
 class Stopwatch:
-    """Seconds by part, added up until they are read. On CUDA, a part is measured by events on the
-    stream, and `take` waits for them; one that mostly runs on the CPU is measured by its clock, and
-    leaves the device as it is.
+    """Sums seconds by part until read. On CUDA, events on the stream measure a part, and `take`
+    waits for them; the CPU's clock measures CPU parts, without touching the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,8 +31,8 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def part(self, name: str, on_cpu: bool = False) -> Iterator[None]:
-        """Add the time of the block to `name`. on_cpu: it ends where the CPU's work does, and
-        begins when the device is idle.
+        """Add the time of the block to `name`. on_cpu: the block ends with the CPU's work, and
+        begins with the device idle.
         """
         if self._on_cuda and not on_cpu:
             begin = torch.cuda.Event(enable_timing=True)
@@ -59,8 +58,8 @@ class Stopwatch:
 
 
 def memory_peaks(device: torch.device) -> dict[str, int]:
-    """Return bytes: "host" is the largest resident size of this process so far, "cuda" the most
-    that PyTorch had allocated.
+    """Return bytes: "host" is this process's largest resident size so far, "cuda" PyTorch's largest
+    allocation.
     """
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if device.type == "cuda":
@@ -122,9 +121,7 @@ def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, i
             continue
         if isinstance(module, nn.Linear):
             products.append((module.in_features, module.out_features))
-        elif isinstance(
-            module, Conv1D
-        ):  # of transformers' GPT-2: a product, whatever its name says
+        elif isinstance(module, Conv1D):  # transformers' GPT-2: a product, despite its name
             products.append((module.nx, module.nf))
     k, n = max(products, key=lambda widths: widths[0] * widths[1])
     if device.type == "cuda":

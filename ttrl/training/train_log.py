@@ -16,8 +16,8 @@ from ttrl.training.timing import Stopwatch, largest_product, matmul_peak, memory
 
 
 class TrainProgress:
-    """Counts microbatches; rank 0 writes the count, at most ten times a second, to the file that
-    PROGRESS_VARIABLE names.
+    """Counts microbatches; rank 0 writes the count to the file in PROGRESS_VARIABLE, at most ten
+    times a second.
     """
 
     def __init__(self, total: int, ranks: Ranks) -> None:
@@ -42,8 +42,8 @@ class TrainProgress:
 
 
 class TrainLog:
-    """Writes a new file, on the first rank. A line is held back until the next one, or `close`,
-    which adds to it.
+    """Writes a new file, on the first rank. A line waits for the next one, or for `close`, to be
+    completed.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TrainLog:
         self._watch = watch
         self._held: dict[str, Any] | None = None
         self.compared: dict[str, Any] | None = None
-        """What the first step said of sampler and trainer."""
+        """The first step's comparison of sampler and trainer."""
         self._peak: float | None = None
         if here.is_first:
             self._path.unlink(missing_ok=True)
@@ -65,8 +65,8 @@ class TrainLog:
         self._began = time.perf_counter()
 
     def line(self, row: dict[str, Any], flops: float) -> None:
-        """Add one step: what is known of it, and the FLOPs of all ranks. Its time is counted from
-        the line before.
+        """Add one step: its results, and the FLOPs of all ranks. Its time counts from the previous
+        line.
         """
         now = time.perf_counter()
         wall = now - self._began
@@ -85,7 +85,7 @@ class TrainLog:
         }
         if self._peak is not None:
             own = flops / wall / self._here.processes
-            # Measured beside a busy server, with no better one known.
+            # Measured next to a busy server, without a better known peak.
             self._peak = max(self._peak, own)
             speed |= {"matmul_peak": self._peak, "peak_share": own / self._peak}
         self._held = (
@@ -95,7 +95,7 @@ class TrainLog:
         )
 
     def close(self) -> None:
-        """Add what was measured since the last step to its line, and write it."""
+        """Add measurements since the last step to its line, and write it."""
         if self._held is not None:
             self._held["seconds_by_part"] |= self._watch.take()
             self._write()
@@ -108,7 +108,7 @@ class TrainLog:
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace numbers that are not finite by None, in nested values too, as JSON has no NaN."""
+    """Replace non-finite numbers by None, in nested values too: JSON has no NaN."""
     if isinstance(value, dict):
         return {name: _without_nan(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

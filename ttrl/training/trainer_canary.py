@@ -1,14 +1,13 @@
-"""The canary: what a checkpoint must compute, stored with it, so that a server can be checked after
-every weight sync.
+"""Compute the canary: a checkpoint's expected outputs, stored with it to check a server after every
+weight sync.
 
-It has two parts, because a server can be wrong in two ways. The log-probabilities of a fixed text
-show wrong or stale weights. A greedy continuation of it shows stale keys and values too: requests
-for prompt log-probabilities skip a server's prefix cache, a continuation uses it.
+It has two parts, for two kinds of error. The log-probabilities of a fixed text show wrong or stale
+weights. A greedy continuation of the text also shows stale keys and values: requests for prompt
+log-probabilities skip a server's prefix cache, a continuation uses it.
 
-Before the first iteration, the trainer computes that of the starting model, as it holds it
-(sharded, or in 4 bits), and measures how far bf16 is from fp32 on this model: the server's limits
-in half precision follow from that. The checkpoints that are trained from it keep its text and that
-measure.
+Before the first iteration, the trainer computes the starting model's canary, from its own copy
+(sharded, or in 4 bits), and measures the distance of bf16 from fp32 on this model: it sets the
+server's limits in half precision. The checkpoints trained from it keep its text and this measure.
 """
 
 import json
@@ -31,14 +30,14 @@ from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import gathered_precision
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 
-# Two KV blocks of 128 tokens and one more, so that whole blocks are in the prefix cache.
+# Two KV blocks of 128 tokens and one more, to put whole blocks in the prefix cache.
 CANARY_LENGTH = 257
 GREEDY_LENGTH = 8
 
 logger = logging.getLogger(__name__)
 
 
-# What language models read: prose, dialogue, numbers, code, lists, other languages.
+# Typical contents for language models: prose, dialogue, numbers, code, lists, other languages.
 _TEXT = """The lighthouse keeper counted 214 steps to the top, and she climbed them twice a day for thirty-one years. "Does it \
 ever get lonely?" the children asked. "Only in November," she said, "when the fog hides the ships but not their horns."
 
@@ -68,9 +67,9 @@ _DISTINCT = 64
 
 
 def canary_tokens(folder: Path, vocab_size: int, max_length: int) -> list[int]:
-    """Return the same tokens for every checkpoint of a model, so that a server that kept the keys
-    and values of an older one is caught: those of the canary in `folder`, else a text, else
-    (without a tokenizer.json that knows its letters) random ones.
+    """Return the same tokens for every checkpoint of a model, to catch a server with stale keys and
+    values: those of the canary in `folder`, else a text, else (without a tokenizer.json for its
+    letters) random ones.
     """
     length = max(2, min(CANARY_LENGTH, max_length - GREEDY_LENGTH))
     known = (_stored(folder).get("token_ids") or _text_tokens(folder))[:length]
@@ -94,7 +93,7 @@ def _text_tokens(folder: Path) -> list[int]:
 
 
 def _stored(folder: Path) -> dict[str, Any]:
-    """Return the canary in a model folder; empty if there is none that can be read."""
+    """Return the canary in a model folder; empty if missing or unreadable."""
     try:
         content = json.loads((folder / CANARY_FILE).read_text(encoding="utf-8"))
         lists = {
@@ -110,7 +109,7 @@ def _stored(folder: Path) -> dict[str, Any]:
 def _distributions(
     policy: Policy, tokens: list[int], first: int, device: torch.device
 ) -> torch.Tensor:
-    """Return log-probabilities [len(tokens) - first, V] of what follows each token from number
+    """Return log-probabilities [len(tokens) - first, V] of the tokens after each token from number
     `first` on, for one plain sequence."""
     row = torch.tensor([tokens], device=device)
     labels = torch.full_like(row, IGNORE)
@@ -128,10 +127,10 @@ def compute_canary(policy: Policy, device: torch.device, folder: Path) -> dict[s
     it, and a greedy continuation with its margins (the best token's log-probability less the
     second's). A collective if the policy is sharded.
 
-    folder: the model folder that the weights come from; what is in its canary is kept, or taken as
-    a guess. The continuation is guessed to be that of the weights before: one pass shows all tokens
-    that follow, so a right guess makes it the only one, and a wrong one is corrected from pass to
-    pass, at least by its first wrong token (Jacobi decoding, arXiv 2305.10427).
+    folder: the model folder of the weights; its canary's text and measure are kept, its
+    continuation is a guess. One pass checks all tokens of the guess: a right guess needs no other
+    pass, and each pass corrects at least the first wrong token of a wrong one (Jacobi decoding,
+    arXiv 2305.10427).
     """
     decoder = policy.decoder
     vocab_size = decoder.tok_embeddings.num_embeddings
@@ -182,12 +181,12 @@ def _chosen(distributions: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def write_canary(config: TrainingConfig, policy: Policy, here: Ranks) -> None:
-    """Write the canary of the model that training starts from to `output_dir`/checkpoint, where
-    that model lies without one. A collective."""
+    """Write the starting model's canary to `output_dir`/checkpoint, if its folder lacks one. A
+    collective."""
     canary = compute_canary(policy, here.device, Path(config.model))
     if _has_fp32(config, here):
         canary["half_precision"] = half_precision(policy, canary["token_ids"], here.device)
-    # The server has the starting model, which nobody has rounded like that.
+    # The server has the starting model, without this rounding.
     if config.lora_base_dtype == "nf4":
         canary["dtype"] = "nf4"
     if here.is_first:
@@ -196,16 +195,16 @@ def write_canary(config: TrainingConfig, policy: Policy, here: Ranks) -> None:
 
 
 def _has_fp32(config: TrainingConfig, here: Ranks) -> bool:
-    """Return whether the policy can compute in fp32: where parameters are sharded, they must not be
-    gathered in bf16.
+    """Return whether the policy can compute in fp32: sharded parameters must not be gathered in
+    bf16.
     """
     is_sharded = here.world_size > 1 or config.cpu_offload
     return not is_sharded or gathered_precision(config, here.device).param_dtype is None
 
 
 def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> dict[str, float]:
-    """Return how far bf16 is from fp32 on this model: mean and 99th percentile of |difference| over
-    the tokens, in nats.
+    """Return the distance of bf16 from fp32 on this model: mean and 99th percentile of |difference|
+    over the tokens, in nats.
     """
     kept = policy.compute_dtype
     found = []
@@ -221,7 +220,7 @@ def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> d
 
 
 def _same_everywhere(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the first rank's tokens, so that all ranks make equally many passes."""
+    """Return the first rank's tokens, to make equally many passes on all ranks."""
     if not (distributed.is_initialized() and distributed.get_world_size() > 1):
         return tokens
     shared = tokens.to(device).contiguous()

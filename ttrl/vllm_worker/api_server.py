@@ -1,14 +1,14 @@
 """Start vLLM's API server as `python -m vllm.entrypoints.openai.api_server` does; on a CPU in half
-of the time.
+the time.
 
-There the engine is forked from the API server, which has imported everything, instead of importing
-it all again, and ranks are counted without compiling C++ for the first request. Measured with vLLM
+There the engine is forked from the API server, with everything imported, instead of importing it
+all again, and ranks are counted without compiling C++ for the first request. Measured with vLLM
 0.32, a tiny model and two cores: healthy after 15 s instead of 24, for 15 CPU seconds instead of
 23; the first validation of a run after 24 s instead of 55 to 71.
 
-Adapters are applied by plain products there: vLLM copies an adapter's matrix for every token, and
-gives a token without an adapter the last one that was loaded. With SmolLM2-135M and 32 to 96
-sequences, sampling took four times as long.
+Plain products apply adapters there: vLLM copies an adapter's matrix for every token, and gives a
+token without an adapter the last one loaded. With SmolLM2-135M and 32 to 96 sequences, sampling
+took four times as long.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ from ttrl.vllm_worker import OWN_MODEL_VARIABLE
 from ttrl.vllm_worker.delta_rule import compute_in_float32
 from ttrl.vllm_worker.routing import OPTION, capture_on_cpus, stream_experts
 
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handler shows what is below its own name
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handler shows only its own children
 
-_ROWS_AT_ONCE = 2**16  # elements: what fits into a core's cache
+_ROWS_AT_ONCE = 2**16  # elements: fits into a core's cache
 
 
 def main() -> None:
-    """Serve as the command line says."""
+    """Serve with the arguments of the command line."""
     share_port(int(sys.argv[sys.argv.index("--port") + 1]))
     if OPTION in sys.argv:
         stream_experts()
     if _is_own_model(Path(sys.argv[sys.argv.index("--model") + 1])):
-        os.environ[OWN_MODEL_VARIABLE] = "1"  # for processes that vLLM starts
+        os.environ[OWN_MODEL_VARIABLE] = "1"  # for vLLM's child processes
         importlib.import_module("ttrl.vllm_worker.own_models").serve_own_models()
     if current_platform.is_cpu():
         _stand_in_for_torchvision()
@@ -67,9 +67,7 @@ def _is_own_model(folder: Path) -> bool:
 
 
 def share_port(port: int) -> None:
-    """Let this process bind a port that the one that started it holds, whatever sockets vLLM
-    makes.
-    """
+    """Let this process bind a port held by its parent, on any of vLLM's sockets."""
     bind = socket.socket.bind
 
     def bind_shared(self: Any, address: Any) -> None:
@@ -81,11 +79,11 @@ def share_port(port: int) -> None:
 
 
 def _stand_in_for_torchvision() -> None:
-    """Let classes of models that also see pictures be imported for their text: next to torch for
-    CPUs there is no torchvision, which only their pictures need."""
+    """Let classes of models with vision be imported for their text: torch for CPUs comes without
+    torchvision, needed only for pictures."""
     from transformers.utils.import_utils import is_torchvision_available
 
-    # Remembers the answer, so that nothing takes what follows for the package.
+    # Caches the answer, so nothing takes the stand-ins below for the package.
     if is_torchvision_available():
         return
     name = ""
@@ -118,8 +116,7 @@ def _start_sooner() -> None:
 
 def _rotate_every_head() -> None:
     """Flatten queries and keys [tokens, heads, width] before vLLM rotates them on a CPU. Its kernel
-    turns one head of such a tensor and leaves the others as they are; LFM2 passes them in this
-    form.
+    turns one head of such a tensor and leaves the others unchanged; LFM2 passes them in this form.
     """
     rotary: Any = importlib.import_module(
         "vllm.model_executor.layers.rotary_embedding.base"
@@ -140,9 +137,9 @@ def _rotate_every_head() -> None:
 
 
 def count_at_least(x: Tensor, values: Tensor) -> Tensor:
-    """Return how many elements of each row of `x`, (rows, n) in float32, are at least `values`,
-    (rows, 1): the rank of each value in its row, (rows,) of int64. As fast as what vLLM compiles
-    for it (5 ms for 256 × 49,152 on one core; 73 ms in one piece).
+    """Count the elements of each row of `x`, (rows, n) in float32, of at least `values`, (rows, 1):
+    the rank of each value in its row, (rows,) of int64. As fast as vLLM's compiled version (5 ms
+    for 256 × 49,152 on one core; 73 ms in one piece).
     """
     rows = max(1, _ROWS_AT_ONCE // max(1, x.shape[1]))
     parts = zip(x.split(rows), values.split(rows), strict=True)
@@ -165,9 +162,9 @@ def _apply_adapters_by_products() -> None:
 def bgmv_shrink(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0
 ) -> None:
-    """Set `output`, (tokens, r or more), to scaling · A x of the adapter of each token, zero
-    without one; arguments as those of vLLM's operation of this name. inputs: (tokens, n). weights:
-    (adapters, 1, r, n). slots: (tokens,), -1 for no adapter.
+    """Set `output`, (tokens, r or more), to scaling · A x of each token's adapter, zero without
+    one; arguments as for vLLM's operation of this name. inputs: (tokens, n). weights: (adapters, 1,
+    r, n). slots: (tokens,), -1 for no adapter.
     """
     output[:, : weights.shape[-2]] = scaling * _products(inputs, weights, slots, output.dtype)
 
@@ -175,8 +172,8 @@ def bgmv_shrink(
 def bgmv_expand(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_inputs: bool = True
 ) -> None:
-    """Add B x of the adapter of each token to the first columns of `output`, or set them to it; as
-    `bgmv_shrink`.
+    """Add B x of each token's adapter to the first columns of `output`, or set them to it;
+    otherwise as `bgmv_shrink`.
     """
     bgmv_expand_slice(
         inputs, weights, output, slots, 0, min(weights.shape[-2], output.shape[1]), add_inputs
@@ -192,7 +189,7 @@ def bgmv_expand_slice(
     size: int,
     add_inputs: bool = True,
 ) -> None:
-    """Do as `bgmv_expand` with `size` columns of `output` from `offset` on."""
+    """Apply `bgmv_expand` to `size` columns of `output` from `offset` on."""
     part = output[:, offset : offset + size]
     found = _products(inputs, weights, slots, output.dtype)[:, :size]
     if add_inputs:
@@ -202,7 +199,7 @@ def bgmv_expand_slice(
 
 
 def _products(inputs: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return each token's input times the matrix of its adapter, (tokens, rows of a matrix)."""
+    """Return each token's input times its adapter's matrix, (tokens, rows of a matrix)."""
     inputs = inputs.to(dtype)
     matrices = weights.flatten(0, -3)
     found = inputs.new_zeros(len(inputs), matrices.shape[1])
@@ -216,9 +213,7 @@ def _products(inputs: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype
 
 
 def close_listening_sockets() -> None:
-    """Close the ports that this process inherited: a server's port would stay in use as long as its
-    engine lives.
-    """
+    """Close inherited ports: a server's port would stay in use for its engine's lifetime."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family != socket.AF_UNIX and found.getsockopt(

@@ -1,8 +1,8 @@
 """Compute the gated delta rule (Qwen 3.5, Qwen 3 Next) in float32 on CPUs.
 
-vLLM 0.32 has kernels for bf16 alone, with heads of 128. A server on a CPU computes in float32, so
-that it can be held to the trainer to the last digits. There, these functions take the place of
-vLLM's kernels: a step of one token for each sequence, and transformers' own scan for prompts.
+vLLM 0.32 has kernels only for bf16, with heads of 128. A server on a CPU computes in float32, for
+comparison with the trainer to the last digits. These functions replace vLLM's kernels there: a step
+of one token for each sequence, and transformers' own scan for prompts.
 
 Shapes: n sequences, L tokens, K and V widths of a head's keys and values, H heads of keys, G heads
 of values.
@@ -20,7 +20,7 @@ _EPSILON = 1e-6  # of the lengths of queries and keys, as in transformers
 
 
 def compute_in_float32() -> None:
-    """Put the functions of this file in the place of vLLM's; bf16 is computed as before."""
+    """Replace vLLM's functions by those of this file; bf16 is computed as before."""
     theirs: Any = importlib.import_module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
     own_core = theirs.cpu_gdn_attention_core
     theirs.ops = _Operations(theirs.ops)
@@ -38,7 +38,7 @@ def compute_in_float32() -> None:
             or not context.attn_metadata[layer.prefix].num_actual_tokens
         ):
             return
-        # Weights of convolutions are packed for kernels of bf16 alone.
+        # Weights of convolutions are packed only for kernels of bf16.
         packed: Any = torch.cpu._is_avx512_bf16_supported
         torch.cpu._is_avx512_bf16_supported = lambda: False
         try:
@@ -52,7 +52,7 @@ def compute_in_float32() -> None:
 
 
 class _Operations:
-    """vLLM's operations, but for those of the delta rule in float32."""
+    """Replace vLLM's operations of the delta rule in float32."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs

@@ -1,10 +1,9 @@
-"""Let vLLM serve the models whose modelling files are ours, by its backend for transformers'
-classes.
+"""Let vLLM serve models with modelling files of ours, by its backend for transformers' classes.
 
-That backend looks classes up in transformers, and takes one window for all layers from a config.
-Both are extended here: our class is found, and each layer has the window that the config gives it.
+This backend looks classes up in transformers, and takes one window for all layers from a config.
+Both are extended here: our class is found, and each layer has its own window from the config.
 
-Has never run on a GPU.
+Never run on a GPU.
 """
 
 import importlib
@@ -17,19 +16,17 @@ from ttrl.nanochat import modeling
 
 
 def serve_own_models() -> None:
-    """Make the classes known, in whichever of vLLM's processes this is called; harmless if
-    repeated.
-    """
+    """Register the classes in the current vLLM process; harmless if repeated."""
     modeling.register()
     if hasattr(transformers, modeling.ARCHITECTURE):
         return
-    # Where vLLM looks classes up.
+    # For vLLM's lookup of classes.
     setattr(transformers, modeling.ARCHITECTURE, modeling.Nanochat2026ForCausalLM)
     base: Any = importlib.import_module("vllm.model_executor.models.transformers.base").Base
     theirs = base._get_attn_cls
 
     def with_windows(self: Any) -> Any:
-        """Return vLLM's attention, with the window that the model's config gives each layer."""
+        """Return vLLM's attention, with each layer's window from the model's config."""
         attention = theirs(self)
         windows = getattr(self.text_config, "attention_windows", None)
         if windows is None:

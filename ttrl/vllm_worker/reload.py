@@ -2,7 +2,7 @@
 
 - A tied head on CPUs: no tensor of a checkpoint names it, so it keeps the packed copy of the old
   embeddings (`pack_again`).
-- Experts on CPUs: vLLM packs them for a new kernel alone (`unpack_experts`).
+- Experts on CPUs: vLLM packs them only for a new kernel (`unpack_experts`).
 - Parameters written by a model's `load_weights` without their loaders: the reload has put them on
   the meta device, and a copy there is lost (`KeepDirectWrites`).
 """
@@ -24,7 +24,7 @@ _WRITTEN_DIRECTLY = {"GptOssForCausalLM": ("w13_", "w2_", "sinks")}
 
 
 def unpack_experts(model: nn.Module) -> None:
-    """Let the next reload pack the experts of a CPU server again."""
+    """Make the next reload pack the experts of a CPU server again."""
     layer: Any
     for layer in model.modules():
         if packs_experts(layer):
@@ -41,7 +41,7 @@ def pack_again(model: nn.Module) -> None:
 
 
 def packs_experts(layer: nn.Module) -> bool:
-    """Tell whether vLLM computes a layer's experts from packed copies alone, as it does on CPUs."""
+    """Tell whether vLLM computes a layer's experts only from packed copies, as it does on CPUs."""
     method: Any = getattr(layer, "quant_method", None)
     return (
         isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name == "CPU"
@@ -80,7 +80,7 @@ class KeepDirectWrites(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _owner(self, tensor: Tensor) -> nn.Parameter | None:
-        """Return the parameter whose storage a tensor shares, if the model writes it directly."""
+        """Return the parameter sharing a tensor's storage, if the model writes it directly."""
         if self._parameters is None:
             self._parameters = self._collect()
         return self._parameters.get(tensor.untyped_storage()._cdata)

@@ -1,8 +1,8 @@
-"""Return the experts that vLLM chose for each token (`--enable-return-routed-experts`).
+"""Return vLLM's chosen experts for each token (`--enable-return-routed-experts`).
 
 vLLM 0.32 returns them in whole answers of servers on GPUs. Here it also returns them in the last
-chunk of a stream (`stream_experts`), and on CPUs (`capture_on_cpus`), whose model runner records no
-choices.
+chunk of a stream (`stream_experts`), and on CPUs (`capture_on_cpus`), since the CPU model runner
+records no choices.
 
 The stream has run on CPUs only. Servers on GPUs record the choices with vLLM's own code.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 OPTION = "--enable-return-routed-experts"
 ASKED = "routed_experts_prompt_start"
-"""A field of requests. Streams bring experts only where a request sets it."""
+"""A field of requests. Streams bring experts only for requests with this field."""
 
 
 def stream_experts() -> None:
@@ -47,7 +47,7 @@ def stream_experts() -> None:
 
 
 def _with_experts(event: str, experts: dict[int, str]) -> str:
-    """Add the experts of the choices that end in this event of a stream, and forget them."""
+    """Add the experts of the choices ending in this event of a stream, and forget them."""
     prefix = "data: "
     if not event.startswith(prefix + "{"):
         return event
@@ -64,24 +64,22 @@ def _with_experts(event: str, experts: dict[int, str]) -> str:
 
 @dataclass
 class _Recorder:
-    """The experts of the requests that are running, by their ids."""
+    """Record the experts of running requests, by request id."""
 
     capturer: Any
     rows: dict[str, np.ndarray] = field(default_factory=dict)
-    """[positions, layers, experts per token], with room for what is to come."""
+    """[positions, layers, experts per token], with room for later tokens."""
     step: list[tuple[str, int, int]] = field(default_factory=list)
     """The request, first position and number of tokens of each part of the current step."""
 
     def begin(self, runner: Any, counts: np.ndarray) -> None:
-        """Note which tokens the step computes, in the order of its rows."""
+        """Note the tokens of the step, in the order of its rows."""
         batch = runner.input_batch
         starts = batch.num_computed_tokens_cpu[: len(counts)].tolist()
         self.step = list(zip(batch.req_ids, starts, counts.tolist(), strict=True))
 
     def end(self, scheduled: Any) -> dict[str, Any]:
-        """Keep the choices of the step, and return for each request those that were not yet
-        returned.
-        """
+        """Keep the choices of the step, and return each request's choices not yet returned."""
         connector: Any = importlib.import_module("vllm.distributed.aux_output_connector.connector")
         for request in scheduled.finished_req_ids:
             self.rows.pop(request, None)
@@ -123,7 +121,7 @@ def capture_on_cpus() -> None:
     sample = runner.sample_tokens
 
     def verify(self: Any) -> None:
-        """Stand in for checks that ask for the runner for GPUs."""
+        """Replace vLLM's checks for the GPU runner."""
         if not self.model_config.is_moe:
             raise ValueError(f"{OPTION}: the model has no experts")
         if self.cache_config.enable_prefix_caching:

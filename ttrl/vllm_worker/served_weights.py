@@ -1,5 +1,5 @@
-"""Load new weights in place inside vLLM's workers, and compare what a worker holds with their
-source: a checkpoint's files, or memory that a trainer holds out on this machine.
+"""Load new weights in place inside vLLM's workers, and compare a worker's weights with their
+source: a checkpoint's files, or a trainer's memory on this machine.
 
 Both methods also make vLLM compute a prompt once for all its samples
 (`ttrl.vllm_worker.shared_prompts`).
@@ -9,21 +9,20 @@ ttrl.vllm_worker.WeightSync`). `ttrl.weights` calls its methods over /collective
 vLLM 0.32's way to reload (`vllm.model_executor.model_loader.reload`).
 
 Loading. vLLM's own `load_weights` narrows each tensor to this worker's share. The memory is one
-safetensors file. It is mapped, so a worker reads no more than its share of that either. On a CPU,
-vLLM computes linear layers from packed copies, made by `process_weights_after_loading`. Its reload
-packs the layers again that were loaded; `ttrl.vllm_worker.reload` does the rest. A GPU copies from
-the memory as from a file, also into a server with only its weights awake (sleep of level 2). Has
-run on CPUs and on one H100.
+mapped safetensors file, so a worker reads only its share of it. On a CPU, vLLM computes linear
+layers from packed copies, made by `process_weights_after_loading`. Its reload packs loaded layers
+again; `ttrl.vllm_worker.reload` does the rest. A GPU copies from the memory as from a file, also
+into a server with only its weights awake (sleep of level 2). Has run on CPUs and on one H100.
 
 Comparing. `ttrl_compare_weights` passes the checkpoint's tensors to the model's own `load_weights`,
-in a mode in which a copy into a parameter compares and writes nothing. So vLLM's own names, fusing
-and sharding decide what belongs where, and every element of every parameter is compared with the
-file, bit for bit. If a parameter was discarded after packing, the file's goes into a buffer, and
-the packed copy is read out: given the rows of the identity it returns its content bit for bit; if
-that costs too much, it is asked for sums with random signs. Experts are packed once more from the
-files. Not compared: quantised layers, adapters, experts that a GPU's kernels hold in another order,
-and buffers (tables of rotary embeddings); those are verified by the canary. Has run on one H100,
-where nothing is packed.
+in a mode for comparing: a copy into a parameter compares and writes nothing. vLLM's own names,
+fusing and sharding thus decide the place of each tensor, and every element of every parameter is
+compared with the file, bit for bit. If a parameter was discarded after packing, the file's goes
+into a buffer, and the packed copy is read out: from the rows of the identity it returns its content
+bit for bit. If this costs too much, it is probed with sums with random signs. Experts are packed
+once more from the files. Not compared: quantised layers, adapters, experts in another order for a
+GPU's kernels, and buffers (tables of rotary embeddings); the canary verifies those. Has run on one
+H100, with nothing packed.
 """
 
 import contextlib
@@ -58,13 +57,13 @@ from ttrl.vllm_worker.reload import KeepDirectWrites, pack_again, packs_experts,
 
 logger = logging.getLogger(__name__)
 # Checkpoints are in fp32 and servers in bf16: a line for each tensor, twice at each sync, would
-# hide what matters.
+# hide important lines.
 logging.getLogger("vllm.model_executor.models.utils").addFilter(
     lambda line: "with dtype %s into" not in str(line.msg)
 )
 
 EXACT_FLOPS = 2e10
-"""Packed copies are read out whole if that costs no more than this; else they are probed."""
+"""Limit for reading out packed copies whole; above it they are probed."""
 PROBES = 8
 _HASH_THREADS = 4
 _MOST_NAMED = 8
@@ -73,11 +72,11 @@ _PLAIN = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class WeightSync:
-    """Methods for vLLM's worker; `self` is the worker."""
+    """Load and compare weights; `self` is vLLM's worker."""
 
     def ttrl_load_weights(self, folder: str | None = None, memory: str | None = None) -> None:
-        """Load the checkpoint in `folder`, or in `memory`, in place of the weights that are there.
-        Raises what vLLM raises; layers that were not reached stay as they were.
+        """Replace the current weights by the checkpoint in `folder`, or in `memory`. Raises vLLM's
+        errors; layers not reached keep their weights.
         """
         worker: Any = self
         _share_prompts(worker)
@@ -99,16 +98,14 @@ class WeightSync:
         memory: str | None = None,
         parts: list[tuple[str, list[int], list[int]]] | None = None,
     ) -> dict[str, Any]:
-        """Compare what this worker computes with to the files of `folder`, or to what lies in
-        `memory`.
+        """Compare this worker's weights with the files of `folder`, or with `memory`.
 
-        parts: those of the tensors that the trainer recorded digests of, as (name, where they
-            begin, how long they are); each worker reads its share of them. None: each of the
-            tensors.
-        {"problems": what differs, in words; "tensors": name (and number, with `parts`) → SHA-256 of
-        the bytes that were read; "compared": elements compared with the files, "exact": whether
-        packed copies were compared bit for bit too; "unchecked": elements of parameters that cannot
-        be compared; "failed": why nothing could be compared, or None}
+        parts: the tensor parts with digests of the trainer, as (name, starts, lengths); each worker
+            reads its share of them. None: each of the tensors.
+        {"problems": differences, in words; "tensors": name (and number, with `parts`) → SHA-256 of
+        the bytes read; "compared": elements compared with the files, "exact": whether packed copies
+        were compared bit for bit too; "unchecked": elements of parameters not comparable; "failed":
+        reason for comparing nothing, or None}
         """
         worker: Any = self
         _share_prompts(worker)
@@ -117,7 +114,7 @@ class WeightSync:
                 weights = read_weights(worker, folder, memory)
                 shares = None if parts is None else _share(worker, parts)
                 return _compare(worker, weights, shares) | {"failed": None}
-            # A model or a vLLM that does this differently: there is still the canary.
+            # Another model or vLLM may work differently: there is still the canary.
             except Exception as error:
                 logger.exception("weights cannot be compared")
                 why = f"{type(error).__name__}: {error}"
@@ -159,13 +156,11 @@ def read_weights(
 
 
 _Parts = dict[str, list[tuple[str, tuple[slice, ...]]]]
-"""Name of a tensor → what is hashed of it, each part under a name of its own."""
+"""Name of a tensor → its hashed parts, each under a name of its own."""
 
 
 def _share(worker: Any, parts: list[tuple[str, list[int], list[int]]]) -> _Parts:
-    """Return the parts that this worker hashes; together the workers hash all of them, each
-    once.
-    """
+    """Return this worker's parts to hash; together the workers hash each part once."""
     mine: _Parts = {}
     for number, (name, starts, lengths) in enumerate(parts):
         if number % worker.parallel_config.world_size == worker.rank:
@@ -212,24 +207,24 @@ def _digest(tensor: Tensor) -> str:
 
 
 class _Held:
-    """A model's parameters, and what was found about them."""
+    """Compare a model's parameters, and collect the findings."""
 
     def __init__(self, model: nn.Module) -> None:
         self.compared = self.unchecked = 0
         self.exact = True
         self._live: dict[int, str] = {}  # address of the storage → name of the parameter
-        # Elements that were not compared with a tensor of the files yet.
+        # Elements not yet compared with a tensor of the files.
         self._left: dict[str, int] = {}
-        self._wrong: dict[str, int] = {}  # elements that differ
+        self._wrong: dict[str, int] = {}  # differing elements
         self._packed: dict[str, nn.Module] = {}
-        self._gone: set[str] = set()  # parameters of which only a packed copy is left
+        self._gone: set[str] = set()  # parameters left only as a packed copy
         self._stand_ins: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._expected: dict[str, Tensor] = {}
-        # By the name of their layer.
+        # Layer name → layer and its experts.
         self._experts: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {}
-        # Parameter, and what the files make of it.
+        # Name → parameter, and its value by the files.
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}
-        # A tied one under its first name only.
+        # A tied parameter under its first name only.
         names = {name for name, _ in model.named_parameters()}
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
@@ -261,7 +256,7 @@ class _Held:
         if is_packed and not parameter.numel():
             stand_in: Any = materialize_meta_tensor(_restored(original, module))
             parameter = stand_in
-            # So that what no tensor of the files fills can be told from the rest.
+            # Marks elements not filled by any tensor of the files.
             parameter.fill_(math.nan)
             self._stand_ins.append((module, key, parameter))
             self._gone.add(name)
@@ -273,8 +268,8 @@ class _Held:
 
     @contextlib.contextmanager
     def in_place_of_what_is_packed(self) -> Iterator[None]:
-        """Give layers whose parameter is gone, or is no longer what a checkpoint has, one that can
-        be loaded.
+        """Give layers a loadable parameter if theirs is gone or differs from the checkpoint's
+        form.
         """
         own = [(module, key, module._parameters[key]) for module, key, _ in self._stand_ins]
         for module, key, stand_in in self._stand_ins:
@@ -286,7 +281,7 @@ class _Held:
                 module._parameters[key] = parameter
 
     def owner(self, tensor: Tensor) -> str | None:
-        """Return the parameter that a tensor is a part of."""
+        """Return the name of a tensor's parameter."""
         if tensor.is_meta:
             return None
         return self._live.get(tensor.untyped_storage().data_ptr())
@@ -299,7 +294,7 @@ class _Held:
             self._wrong[name] = self._wrong.get(name, 0) + int((held != wanted).sum())
 
     def compare_loaded(self) -> None:
-        """Compare parameters that vLLM computes from the files' tensors, such as Mamba's A =
+        """Compare parameters computed by vLLM from the files' tensors, such as Mamba's A =
         -exp(A_log).
         """
         for name, (parameter, loaded) in self._loaded.items():
@@ -307,7 +302,7 @@ class _Held:
             self.take(name, parameter, loaded)
 
     def compare_experts(self) -> None:
-        """Compare packed experts with those that vLLM packs from the files' tensors."""
+        """Compare packed experts with the result of packing the files' tensors."""
         for prefix, (module, loaded) in self._experts.items():
             packed: Any = copy.copy(module)
             parameters = {
@@ -325,8 +320,8 @@ class _Held:
                 self.take(name, held, packed._parameters[key])
 
     def compare_packed(self) -> None:
-        """Compare what packed copies compute with what the files' tensors do, or the parameters
-        that were compared.
+        """Compare the outputs of packed copies with those of the files' tensors, or of the compared
+        parameters.
         """
         total = sum(2 * weight.numel() * weight.shape[1] for weight in self._expected.values())
         self.exact = total <= EXACT_FLOPS
@@ -345,13 +340,13 @@ class _Held:
 
     @property
     def not_reached(self) -> int:
-        """Elements that no tensor of the files was compared to, such as the bias of Phi's head;
-        verified by the canary.
+        """Elements without a tensor in the files, such as the bias of Phi's head; the canary
+        verifies them.
         """
         return sum(max(0, left) for left in self._left.values())
 
     def problems(self) -> list[str]:
-        """Return what differs, in words, one line each."""
+        """Return the differences in words, one line each."""
         if self.exact:
             what = "elements"
         else:
@@ -374,7 +369,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _is_transformed(parameter: Tensor) -> bool:
-    """Tell whether vLLM computes something from what it has loaded into a parameter."""
+    """Tell whether vLLM transforms a parameter after loading."""
     loader = _get_original_loader(parameter)
     return "composed_weight_loader" in str(getattr(loader, "__qualname__", ""))
 
@@ -382,14 +377,14 @@ def _is_transformed(parameter: Tensor) -> bool:
 def _restored(original: Tensor, module: nn.Module) -> nn.Parameter:
     """Return a parameter on the meta device, with its loader, as vLLM first made it."""
     found: Any = restore_layer_refs(to_meta_tensor(original), module)
-    # Not the wrapper that an earlier reload has put around it.
+    # Not the wrapper of an earlier reload.
     found.weight_loader = _get_original_loader(found)
     parameter: nn.Parameter = found
     return parameter
 
 
 class _CompareInsteadOfCopying(TorchDispatchMode):
-    """Weight loaders narrow and copy; what they would write to a parameter is compared with it."""
+    """Compare a weight loader's copy with the parameter instead of writing it."""
 
     def __init__(self, held: _Held) -> None:
         prepare: Callable[[], None] = super().__init__
@@ -421,7 +416,7 @@ class _CompareInsteadOfCopying(TorchDispatchMode):
 
 
 def _differences(packed: Callable[..., Tensor], weight: Tensor, exact: bool) -> int:
-    """Count the elements [rows, columns] of a packed copy that are not `weight`'s, or, if it is
+    """Count the elements [rows, columns] of a packed copy differing from `weight`'s, or, if it is
     probed, the rows with such.
     """
     columns = weight.shape[1]
@@ -432,9 +427,9 @@ def _differences(packed: Callable[..., Tensor], weight: Tensor, exact: bool) -> 
             one_hot[torch.arange(len(part)), part] = 1
             wrong += int((packed(one_hot, weight, None) != weight[:, part].T).sum())
         return wrong
-    # Sums with random signs: one element that is off by d is off by d in each. Products are exact;
-    # sums are rounded, in float32, by about sqrt(columns)·2⁻²⁴ of the sum of magnitudes, and then
-    # to the weights' type.
+    # Sums with random signs: an element off by d is off by d in each. Products are exact; sums are
+    # rounded, in float32, by about sqrt(columns)·2⁻²⁴ of the sum of magnitudes, and then to the
+    # weights' type.
     signs = (
         torch.randint(2, (PROBES, columns), generator=torch.Generator().manual_seed(0))
         .mul(2)

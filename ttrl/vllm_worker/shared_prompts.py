@@ -1,14 +1,14 @@
 """Compute a prompt once if several sequences of a step begin with it: for vLLM's workers on CPUs.
 
 vLLM shares a prompt only through its prefix cache, in whole blocks of 128 tokens (at least 32, on
-CPUs). The 16 samples of a short prompt, and the last tokens of a long one, are therefore computed
-16 times. Here, tokens of a step that have the same tokens before them, in this step and in the same
-cached blocks, pass through the layers once; each attention layer receives all of them, so that
-vLLM's own kernels write and read every sequence's cache. The result has all tokens again.
+CPUs). So the 16 samples of a short prompt, and the last tokens of a long one, are computed 16
+times. Here, tokens of a step with the same preceding tokens, in this step and in the same cached
+blocks, pass through the layers once. Each attention layer receives all of them, so vLLM's own
+kernels write and read every sequence's cache. The result has all tokens again.
 
-`share_prompts` switches this on, or says why not for a model or a vLLM that this was not written
-for (vLLM 0.32). The first, second, fourth, eighth … step that shares is computed vLLM's own way as
-well; a difference, or an error in any step, ends this for good.
+`share_prompts` switches this on, or logs why not for other models or another vLLM (written for vLLM
+0.32). The first, second, fourth, eighth … sharing step is also computed vLLM's own way; a
+difference, or an error in any step, ends sharing for good.
 """
 
 import functools
@@ -24,19 +24,17 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handler shows what is below its own name
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handler shows only its own children
 
 LEAST_SAVED = 32
-"""Tokens of a step that sharing must save to be worth the gathering."""
+"""Tokens a step must save by sharing to be worth the gathering."""
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 """Largest difference of a token's hidden states, relative to their norm: products of fewer rows may
 be summed in another order. Those of another token differ by about 1."""
 
 
 def share_prompts(worker: Any) -> None:
-    """Put `SharedPrompts` into vLLM's worker, or log why not; does nothing if that was done
-    before.
-    """
+    """Put `SharedPrompts` into vLLM's worker, or log why not; does nothing when repeated."""
     if getattr(worker, "ttrl_shares_prompts", None) is None:
         try:
             why_not = _why_not(worker)
@@ -83,7 +81,7 @@ def _why_not(worker: Any) -> str | None:
     ):
         return "several kinds of cache"
     sizes = {layer.kv_cache.shape[2] for layer in layers.values()}
-    # What comes before a step's tokens is told by its blocks.
+    # A step's preceding tokens are identified by their blocks.
     if sizes != {groups[0].kv_cache_spec.block_size}:
         return (
             f"caches whose blocks have {sorted(sizes)} tokens instead of "
@@ -93,24 +91,22 @@ def _why_not(worker: Any) -> str | None:
 
 
 class SharedPrompts:
-    """Replaces the forward pass of one model runner. active: until a difference or an error is
-    found. saved: tokens not computed."""
+    """Replace the forward pass of one model runner. active: until the first difference or error.
+    saved: tokens not computed."""
 
     def __init__(self, runner: Any, layers: dict[str, Any]) -> None:
         self._forward, self._name = runner._model_forward, next(iter(layers))
         self._block_size: int = layers[self._name].kv_cache.shape[2]
-        # While a step shares: for each of its tokens, which row stands for it.
+        # While a step shares: the representing row of each of its tokens.
         self._rows: Tensor | None = None
-        self._first: Tensor | None = None  # for each row, the first token that it stands for
-        self.active, self.saved, self._steps = True, 0, 0  # steps that shared
+        self._first: Tensor | None = None  # for each row, the first token of its group
+        self.active, self.saved, self._steps = True, 0, 0  # sharing steps
         for layer in layers.values():
             layer.forward = functools.partial(self._attend, layer.forward)
         runner._model_forward = self
 
     def __call__(self, input_ids: Any = None, positions: Any = None, **others: Any) -> Any:
-        """Run `GPUModelRunner._model_forward`. In steps where sharing is compared with vLLM's own
-        result, that is returned.
-        """
+        """Run `GPUModelRunner._model_forward`. Steps of comparison return vLLM's own result."""
         shared = None
         if (
             self.active
@@ -120,7 +116,7 @@ class SharedPrompts:
         ):
             try:
                 shared = self._shared(input_ids, positions, others)
-            # Another vLLM or model: its own way writes all of the step's cache again.
+            # Another vLLM or model: vLLM's own way rewrites all of the step's cache.
             except Exception as error:
                 logger.exception("a step that computes prompts once has failed")
                 self._stop(f"{type(error).__name__}: {error}")
@@ -211,8 +207,8 @@ class SharedPrompts:
         *others: Any,
         **named: Any,
     ) -> Tensor:
-        """Give an attention layer's `forward` every token of the step; return those that stand for
-        others.
+        """Give an attention layer's `forward` every token of the step; return one token for each
+        row.
         """
         rows = self._rows
         first = self._first

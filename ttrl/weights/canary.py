@@ -1,7 +1,7 @@
-"""Check a server against the canary: tokens that the trainer stored in the checkpoint with its own
+"""Check a server against the canary: the checkpoint's stored tokens with the trainer's
 log-probabilities.
 
-Two requests, since each sees what the other cannot:
+Two requests complement each other:
 
 - a short greedy generation that continues the canary, which *reads* the prefix cache. The canary is
   sent to the server before the reload as well, so that keys and values of the old weights would be
@@ -9,9 +9,9 @@ Two requests, since each sees what the other cannot:
 - the prompt's own log-probabilities, which skip the prefix cache and so show the weights alone, at
   every position.
 
-A change in any weight that all tokens pass through changes them; a row of the embeddings that no
-token of the canary uses does not, and a tiny change may stay within the tolerance. So what a worker
-holds is also compared with the files (`ttrl.weights.verify`).
+A change in any weight used by all tokens changes them; an embeddings row unused by the canary does
+not, and a tiny change may stay within the tolerance. So a worker's weights are also compared with
+the files (`ttrl.weights.verify`).
 """
 
 import json
@@ -39,7 +39,7 @@ class Tolerance:
     maximum: float = math.inf
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what is no distance."""
+        """Raise ValueError for an invalid distance."""
         if not (0 <= self.mean < math.inf and 0 <= self.p99 < math.inf):
             raise ValueError(
                 f"mean {self.mean} and p99 {self.p99} nats; both must be finite and not negative"
@@ -54,17 +54,18 @@ FLOAT32 = Tolerance(maximum=1e-3, mean=1e-3, p99=1e-3)
 HALF = Tolerance(mean=0.15, p99=1.5)
 # With one: |bf16 - fp32| of the trainer. Trainer and server round differently, so they are about √2
 # times as far apart. For SmolLM2-135M 1.3 to 1.7 times on average (0.050 / 0.035 nats on a text)
-# and 1.3 to 2.5 at the 99th percentile, where a layer's values put to zero give 21 and 18 times.
+# and 1.3 to 2.5 at the 99th percentile, against 21 and 18 times for a layer with its values put to
+# zero.
 _TIMES_MEAN = 3.0
 _TIMES_P99 = 4.0
-# Models that hardly round: other kernels may round more.
+# Models with hardly any rounding: other kernels may round more.
 _LEAST = Tolerance(mean=0.01, p99=0.1)
 
 
 @dataclass(frozen=True)
 class Canary:
-    """What the trainer computed. logprobs[t] is that of token t given the tokens before it; the
-    first is None.
+    """The trainer's values. logprobs[t] is that of token t given the tokens before it; the first is
+    None.
     """
 
     schema: int
@@ -76,7 +77,7 @@ class Canary:
     greedy_margins: list[float]
     """Log-probability of the most likely token minus that of the second, at each greedy step."""
     half_precision: Tolerance | None = None
-    """What half precision costs on this model: |bf16 - fp32| of the trainer, at the start of the
+    """The error of half precision on this model: |bf16 - fp32| of the trainer, at the start of the
     run.
     """
     weights: dict[str, str] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class Canary:
         )
 
     def __post_init__(self) -> None:
-        """Raise ValueError for lists that do not belong together, and for what is no number."""
+        """Raise ValueError for mismatched lists and invalid numbers."""
         if self.schema != 1:
             raise ValueError(f"schema {self.schema}, this version reads 1")
         if len(self.token_ids) < 2 or len(self.token_ids) != len(self.logprobs):
@@ -122,10 +123,10 @@ class Canary:
 
 
 def tolerance_for(canary: Canary, server_dtype: str | None) -> tuple[str, Tolerance]:
-    """Return the precision in which the two are compared, "float32" or "half", and its limits."""
+    """Return the precision of the comparison, "float32" or "half", and its limits."""
     if server_dtype == canary.dtype == "float32":
         return "float32", FLOAT32
-    # The trainer rounds what the server does not.
+    # The trainer rounds more values than the server.
     known = canary.half_precision
     if known is None or canary.dtype == "nf4":
         return "half", HALF
@@ -142,7 +143,7 @@ class CanaryReport:
 
     max_difference: float
     problem: str | None
-    """Where and by how much it failed, with both numbers."""
+    """Place and size of the failure, with both numbers."""
     stale: bool
     """Whether it took keys and values of old weights from its prefix cache."""
 
@@ -158,8 +159,8 @@ def check_canary(
     """Compare the server's log-probabilities of the canary with the trainer's; raises only if the
     server does not answer.
 
-    cache_is_empty: its prefix cache was emptied just now, so tokens that it still takes from there
-    are of old weights. In half precision the numbers alone may not show that.
+    cache_is_empty: its prefix cache was emptied just now, so any tokens still taken from there are
+    of old weights. In half precision the numbers alone may not show that.
     """
     name, tolerance = tolerance_for(canary, server.dtype)
     # The generation first: once the other request has recomputed the prompt, its blocks could hide
@@ -167,7 +168,7 @@ def check_canary(
     greedy_ids, greedy_logprobs, cached = _greedy_continuation(server, canary)
     prompt_logprobs = _prompt_logprobs(server, canary)
 
-    rows: list[tuple[str, float, float]] = []  # where, server's, trainer's
+    rows: list[tuple[str, float, float]] = []  # place, server's, trainer's
     for position in range(1, len(canary.token_ids)):
         where = f"prompt position {position} (token {canary.token_ids[position]})"
         rows.append((where, prompt_logprobs[position], canary.logprobs[position] or 0.0))
@@ -181,7 +182,7 @@ def check_canary(
                     f"{token} (logprob {greedy_logprobs[step]:.6f}), trainer {expected} (logprob "
                     f"{canary.greedy_logprobs[step]:.6f}, {margin:.6f} above its second)"
                 )
-            # A tie may be broken either way, but what follows another token cannot be compared.
+            # A tie may be broken either way, but the text after another token cannot be compared.
             break
         rows.append(
             (f"greedy token {step} ({token})", greedy_logprobs[step], canary.greedy_logprobs[step])
@@ -225,8 +226,8 @@ def _completion(server: ServerConnection, canary: Canary, **parameters: Any) -> 
 
 
 def leave_in_cache(server: ServerConnection, canary: Canary) -> None:
-    """Make the server compute the canary, so that its prefix cache has the keys and values of the
-    weights that it has now.
+    """Make the server compute the canary, to fill its prefix cache with keys and values of its
+    current weights.
     """
     _completion(server, canary, max_tokens=1)
 
@@ -234,8 +235,8 @@ def leave_in_cache(server: ServerConnection, canary: Canary) -> None:
 def _greedy_continuation(
     server: ServerConnection, canary: Canary
 ) -> tuple[list[int], list[float], int]:
-    """Return token ids and log-probabilities of the greedy continuation of the canary, and how many
-    of the canary's tokens came from the prefix cache (0 where the server does not say)."""
+    """Return token ids and log-probabilities of the canary's greedy continuation, and the number of
+    the canary's tokens from the prefix cache (0 if the server does not say)."""
     count = len(canary.greedy_token_ids)
     answer = _completion(
         server, canary, max_tokens=count, logprobs=0, ignore_eos=True, return_token_ids=True

@@ -156,11 +156,11 @@ class PolicyServer:
         start_from: another checkpoint of the model to start servers with, if this one is not
             written.
 
-        Returns the facts of the sync (mode, seconds, the canary's largest difference, the reason
-        of a fallback, and for several servers the number of those that serve and the problems of
-        the others), None if they had these weights already. A failed server is left out with a
-        warning while others serve. Raises ServerStartError, ServerDiedError, WeightSyncError if
-        none is left.
+        Returns the facts of the sync (mode, seconds, the canary's largest difference, the reason of
+        a fallback, and for several servers the number of serving ones and the problems of the
+        others), None if they had these weights already. A failed server is left out with a warning
+        while others serve. Raises ServerStartError, ServerDiedError, WeightSyncError if none is
+        left.
         """
         if handover is not None:
             handover = dataclasses.replace(handover, is_written=start_from is None)
@@ -214,9 +214,9 @@ class PolicyServer:
         return self._any().model_name
 
     def endpoints(self) -> list[Endpoint]:
-        """Return the addresses of all servers, also of those that are out: they take part again
-        when they are back with these weights. A server without a fence would answer requests with
-        any weights, so it is left out.
+        """Return the addresses of all servers, failed ones included: they take part again once they
+        have these weights. A server without a fence would answer requests with any weights, so it
+        is left out.
         """
         version = self._served_version()
         return [member.server.endpoint(version) for member in self._members if member.is_fenced]

@@ -38,12 +38,12 @@ class Files:
     """The weights in a folder, and the trainer's record of them."""
 
     folder: Path
-    """Where the server reads them: the checkpoint itself, or a copy near the server."""
+    """The weights' place for the server: the checkpoint itself, or a copy near the server."""
     canary: Canary
-    """What the trainer computes with them."""
+    """The trainer's results with them."""
     is_written: ClassVar[bool] = True
     spans: ClassVar[None] = None
-    """Which parts of tensors have digests of their own; None: each tensor has one."""
+    """Parts of tensors with digests of their own; None: each tensor has one."""
 
     @classmethod
     def of(cls, checkpoint: str | os.PathLike[str]) -> "Files":
@@ -92,12 +92,12 @@ class Handover:
     """
 
     memory: str
-    """The path under which processes of this machine can map it."""
+    """The path for mapping it in processes of this machine."""
     parts: list[tuple[str, list[int], list[int], str]]
     """Parts of all of the weights: name of the tensor, begin and length in each dimension,
     SHA-256."""
     canary: Canary
-    """What the trainer computes with them, as canary.json will say it."""
+    """The trainer's results with them, as in canary.json."""
     is_written: bool = True
     """Whether the trainer writes them as files, too."""
     has_digests: ClassVar[bool] = True

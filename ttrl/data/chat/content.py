@@ -1,8 +1,8 @@
-"""How a server hands a message's content to a chat template: as one text, or as a list of parts.
+"""Reproduce a server's form of message content for a chat template: one text, or a list of parts.
 
 vLLM decides by the template's source (`--chat-template-content-format auto`): lists for a template
-that loops over a message's content, texts for all others. Training must see the same prompt, so the
-same rule is applied here; a test compares it with vLLM's.
+looping over a message's content, texts for all others. Training must see the same prompt, and
+applies the same rule; a test compares it with vLLM's.
 
     text     parts are joined by newlines; no content is ""
     parts    a text is one part; no content is []
@@ -24,7 +24,7 @@ from ttrl.messages import TEXT_FIELDS, text_of
 
 
 def server_content(message: Mapping[str, Any], *, as_parts: bool) -> str | list[dict[str, Any]]:
-    """Return the content of a message in the form that a template reads."""
+    """Return a message's content in the form expected by a template."""
     content = message.get("content")
     if not as_parts or message.get("role") == "tool":
         return text_of(content)
@@ -50,19 +50,19 @@ def _as_text_part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """Reads over the tags around what the model wrote, which plain Jinja does not know."""
+    """Ignores the tags around generated text, unknown to plain Jinja."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Return what stands between the tags."""
+        """Return the contents between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 @functools.lru_cache(maxsize=64)
 def reads_parts(source: str) -> bool:
-    """Tell whether vLLM hands lists of parts to the chat template `source`."""
+    """Tell whether vLLM passes lists of parts to the chat template `source`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -79,7 +79,7 @@ class _UnknownTargetError(Exception):
 
 
 class _Reading:
-    """Follows the messages of a conversation through a template, by the names that hold them."""
+    """Follows a conversation's messages through a template, by the names bound to them."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self.tree = tree

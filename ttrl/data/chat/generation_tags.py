@@ -1,22 +1,21 @@
-"""`{% generation %}` tags for any chat template, put in without reading what the template says.
+"""Add `{% generation %}` tags to any chat template, without reading its contents.
 
-The template, whatever it does, becomes a macro of `messages` and `add_generation_prompt`. Around it
-stands a short program, the same for all templates, that renders with it three texts for every
-assistant message: the prompt that a server would be sent (`add_generation_prompt` on), the
-conversation up to this message, and the whole. Where the whole begins with the second, and the
-second with the first, what lies between the prompt and the end-of-turn token is what the model
-wrote, and is tagged. Where a template rewrites an earlier turn (strips its thinking, moves the
-system prompt) the whole does not begin so, and nothing is tagged. The result is an ordinary chat
-template: `tokenizer.apply_chat_template(..., return_assistant_tokens_mask=True)` reads it.
+The template becomes a macro of `messages` and `add_generation_prompt`. A short program around it,
+the same for all templates, renders three texts for every assistant message: the server's prompt
+(`add_generation_prompt` on), the conversation up to this message, and the whole. If the whole
+begins with the second, and the second with the first, the text between the prompt and the
+end-of-turn token is the model's, and is tagged. If a template rewrites an earlier turn (strips its
+thinking, moves the system prompt), the whole begins differently, and nothing is tagged. The result
+is an ordinary chat template: `tokenizer.apply_chat_template(...,
+return_assistant_tokens_mask=True)` reads it.
 
 Left out: moving tags into the template's own statements. Literals such as `'<|im_end|>\\n'` would
-have to be cut, macros that write whole messages cannot carry tags (transformers counts characters
-at the top level alone), and where a turn begins depends on variables (`enable_thinking`), so such
-tags would need the rendered prompts to be checked against all the same.
+have to be cut, macros writing whole messages cannot contain tags (transformers counts characters
+only at the top level), and the beginning of a turn depends on variables (`enable_thinking`): such
+tags would also need a check against the rendered prompts.
 
-The program alone cannot know that a template changes what a message says, or what the end-of-turn
-token is: `ttrl.data.chat.turns` finds that out by rendering, and the tags are checked against it on
-each use.
+The program cannot detect changes to a message's text, or the end-of-turn token:
+`ttrl.data.chat.turns` finds both by rendering, and the tags are checked against it on each use.
 """
 
 import re
@@ -29,8 +28,8 @@ from ttrl.messages import Message
 _OWN_TAG = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _LAST_NEWLINE = re.compile(r"(\r\n|\r|\n)\Z")
 
-# trim_blocks, which every chat template is rendered with, takes the newline behind the first line;
-# `+` keeps lstrip_blocks from taking blanks that stand at the end of the template.
+# Chat templates are rendered with trim_blocks: it takes the newline behind the first line; `+`
+# keeps lstrip_blocks from taking blanks at the end of the template.
 _PROGRAM = """{%% macro ttrl_render(messages, add_generation_prompt) %%}
 %(source)s{%%+ endmacro %%}
 {%%- set ttrl_whole = ttrl_render(messages, add_generation_prompt) -%%}
@@ -58,7 +57,7 @@ _PROGRAM = """{%% macro ttrl_render(messages, add_generation_prompt) %%}
 
 
 def has_generation_tags(source: str) -> bool:
-    """Tell whether the template `source` itself marks what the assistant wrote."""
+    """Tell whether the template `source` itself marks the assistant's text."""
     return _OWN_TAG.search(source) is not None
 
 
@@ -66,8 +65,8 @@ def with_generation_tags(source: str, ends_of_turn: Iterable[str]) -> str:
     """Return the chat template `source` with tags around each assistant turn, its end-of-turn token
     included.
 
-    `ends_of_turn` are the end-of-turn tokens as the template writes them, such as "<|im_end|>"; a
-    turn ends with the last of them in its message. Tags that `source` has are made no-ops of the
+    `ends_of_turn` are the end-of-turn tokens as written by the template, such as "<|im_end|>"; a
+    turn ends with the last of them in its message. Existing tags in `source` become no-ops of the
     same shape.
     """
     source = _OWN_TAG.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true") + tag[3], source)
@@ -87,15 +86,13 @@ def checked_tags(
     others: int,
     ends_of_turn: Iterable[str],
 ) -> str:
-    """Return the template with tags, checked on this conversation: the text that it writes is
-    `whole`, and its tags are exactly around `wanted` (characters). Tags that the template already
-    has are kept where they are right.
+    """Return the template with tags, checked on this conversation: it writes `whole`, and its tags
+    are exactly around `wanted` (characters). Correct tags in the template are kept.
 
-    Up to `others` more regions may be tagged: answers that cannot be trained for reasons that a
-    template cannot know.
+    Up to `others` more regions may be tagged: answers untrainable for reasons unknown to a
+    template.
 
-    Raises TokenizationError where the tags are wrong: so would be the mask of everyone who reads
-    them.
+    Raises TokenizationError for wrong tags: any reader's mask would be wrong.
     """
     if has_generation_tags(template.source):
         sources = [template.source]

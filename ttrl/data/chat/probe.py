@@ -1,9 +1,9 @@
-"""Probes: a message whose texts are replaced by marks, to see what a template does with them and
-what it puts behind them.
+"""Probe a template: replace a message's texts by marks, to see the template's changes and
+additions.
 
-A template keeps a message as it is when putting the texts back in the place of their marks gives
-what it writes for the message itself. Blanks at the ends of a text stay around its mark, so
-trimming is no change; tags such as `<think>` stay too, because templates take texts apart at them.
+A template keeps a message unchanged if putting the texts back in place of their marks gives its
+output for the message itself. Blanks at the ends of a text stay around its mark: trimming is no
+change. Tags such as `<think>` stay too, because templates split texts at them.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any
 from ttrl.data.chat.rendering import REASONING_KEYS
 from ttrl.messages import Message
 
-# What templates look for in texts: <think>, </think>, <|channel|>, [TOOL_CALLS]. It stays in a
-# probe as it is.
+# Tags templates look for in texts: <think>, </think>, <|channel|>, [TOOL_CALLS]. They stay in a
+# probe as they are.
 _TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\])")
 
 # How a text may stand in the rendered arguments of a tool call.
@@ -30,8 +30,8 @@ _WAYS: tuple[Callable[[str], str], ...] = (
 
 @dataclass
 class Probe:
-    """`message` with marks in it; `texts` tells the text of each mark, `parts` what it belongs to
-    ("text", "reasoning", …).
+    """`message` with marks in it; `texts` gives each mark's text, `parts` its part ("text",
+    "reasoning", …).
     """
 
     message: Message
@@ -39,8 +39,8 @@ class Probe:
     parts: dict[str, str] = field(default_factory=dict)
 
     def missing(self, rendered: str) -> str | None:
-        """Return the first part whose mark is not in `rendered`, because the template leaves it
-        out; None where all are there.
+        """Return the first part with its mark missing in `rendered`, left out by the template; None
+        if all are there.
         """
         return next((part for mark, part in self.parts.items() if mark not in rendered), None)
 
@@ -65,11 +65,11 @@ class Probe:
         return any(put_back(way) == original for way in ways)
 
     def first_mark(self, rendered: str) -> int:
-        """Return where the first mark begins; -1 where there is none."""
+        """Return the start of the first mark; -1 without marks."""
         return min((at for mark in self.texts if (at := rendered.find(mark)) >= 0), default=-1)
 
     def after_last_mark(self, rendered: str) -> int | None:
-        """Return where the text after the last mark begins; None without marks."""
+        """Return the start of the text after the last mark; None without marks."""
         return max(
             (at + len(mark) for mark in self.texts if (at := rendered.rfind(mark)) >= 0),
             default=None,
@@ -78,7 +78,7 @@ class Probe:
 
 def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
     """Make a probe of an assistant's message; one without any text gets a mark for its (empty)
-    content. `unused` is a word that occurs nowhere in the conversation or template."""
+    content. `unused` is a word absent from the conversation and template."""
     probe = Probe(dict(message))
 
     def mark(part: str, text: str) -> str:
@@ -98,7 +98,7 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
                 piece = before + mark(part, core) + piece[len(before) + len(core) :]
                 is_marked = True
             pieces.append(piece)
-        # It ends with a tag: a mark of nothing, so that the tag is not taken for the template's.
+        # It ends with a tag: an empty mark keeps the tag from counting as the template's.
         if not is_marked:
             end = len("".join(pieces).rstrip())
             return "".join(pieces)[:end] + mark(part, "") + "".join(pieces)[end:]
@@ -178,7 +178,7 @@ def _marked_call(call: Any, leaves: Callable[[Any], Any]) -> Any:
     if not isinstance(function, dict):
         return call
     arguments = function.get("arguments")
-    if isinstance(arguments, str):  # JSON text, for templates that take nothing else
+    if isinstance(arguments, str):  # JSON text, for templates accepting nothing else
         return call | {
             "function": function
             | {"arguments": json.dumps(leaves(json.loads(arguments)), ensure_ascii=False)}

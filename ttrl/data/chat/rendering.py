@@ -1,8 +1,8 @@
-"""A tokenizer's chat template, rendered as a server renders it: the same choice of template,
-messages and variables.
+"""Render a tokenizer's chat template as a server does: the same choice of template, messages and
+variables.
 
-The clock stands still: templates may write the date, and two renderings of one conversation must
-not differ by it.
+The clock is fixed: templates may write the date, and it must not differ between two renderings of
+one conversation.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from ttrl.system.time_limit import time_limit
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 RENDER_SECONDS = 10.0
-"""For one conversation. A template is a program out of a model's folder, and may loop for ever;
-real ones take milliseconds.
+"""For one conversation. A template is a program out of a model's folder, and may never end; real
+ones take milliseconds.
 """
 _MOST_TOLD = 2000
 """Characters of an error: a template writes its own."""
@@ -41,12 +41,12 @@ def server_messages(
     *,
     as_parts: bool = False,
 ) -> list[Message]:
-    """Return the messages as vLLM hands them to a template; those given stay as they are.
+    """Return the messages as vLLM passes them to a template, leaving the given ones unchanged.
 
     Null fields are gone, and the content is a text or, with `as_parts`, a list
-    (`ttrl.data.chat.content`). Tool arguments in JSON text become objects (empty where the text is
-    no object, see `unsayable`), empty lists of tool calls are gone, and reasoning goes by both of
-    its names. Raises TokenizationError for a part that is no text, such as a picture.
+    (`ttrl.data.chat.content`). Tool arguments in JSON text become objects (empty if the text is no
+    object, see `unsayable`), empty lists of tool calls are gone, and reasoning goes by both of its
+    names. Raises TokenizationError for a non-text part, such as a picture.
     """
     made: list[Message] = messages_without_nulls(messages)
     for number, message in enumerate(made):
@@ -69,9 +69,7 @@ def server_messages(
 
 
 def unsayable(message: Mapping[str, Any]) -> str | None:
-    """Say why no template could show what an assistant's message says, as it was given; None where
-    one might.
-    """
+    """Say why no template could show an assistant's message as given; None if one might."""
     functions = [
         call["function"] for call in message.get("tool_calls") or [] if _is_function_call(call)
     ]
@@ -131,9 +129,9 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class ChatTemplate:
-    """The chat template that `tokenizer` takes for these tools, with its variables. `now` is the
-    moment that templates which write the date take for the present; by default it is. Raises
-    ModelFolderError where there is no template.
+    """`tokenizer`'s chat template for these tools, with its variables. `now` is the present time
+    for templates writing the date; by default the real one. Raises ModelFolderError without a
+    template.
     """
 
     def __init__(
@@ -154,11 +152,11 @@ class ChatTemplate:
         self.variables = variables
 
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
-        """Return `server_messages` in the form that this template reads.
+        """Return `server_messages` in the form expected by this template.
 
-        A template may refuse what a server hands it for a tool call: then it gets the arguments as
-        JSON text, or an empty part for a missing content. Raises TemplateRefusalError where it
-        refuses the conversation in any form, TokenizationError for a part that is no text.
+        A template may refuse a server's form of a tool call: it then gets the arguments as JSON
+        text, or an empty part for a missing content. Raises TemplateRefusalError if it refuses the
+        conversation in any form, TokenizationError for a non-text part.
         """
         made = server_messages(messages, as_parts=self._wants_parts)
         if not any(message.get("tool_calls") for message in made):
@@ -175,7 +173,7 @@ class ChatTemplate:
         return made
 
     def message(self, role: str, text: str) -> Message:
-        """Return a plain message in the form that this template reads."""
+        """Return a plain message in the form expected by this template."""
         (message,) = server_messages([{"role": role, "content": text}], as_parts=self._wants_parts)
         return message
 
@@ -193,9 +191,9 @@ class ChatTemplate:
         return False
 
     def render(self, messages: list[Message], *, answer_next: bool) -> str:
-        """Return the conversation as text; with `answer_next`, as a server is sent it to be
-        answered. Raises TemplateRefusalError where the template does, ModelFolderError where it
-        takes too long or too much memory.
+        """Return the conversation as text; with `answer_next`, as a server gets it for answering.
+        Raises TemplateRefusalError if the template does, ModelFolderError if it takes too long or
+        too much memory.
         """
         with self._limited(""):
             return self._write(self.source, messages, answer_next=answer_next, times=1)[0]
@@ -203,8 +201,8 @@ class ChatTemplate:
     def render_tagged(
         self, source: str, messages: list[Message]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text that the tagged template `source` writes, and where its tags begin and
-        end, in characters. Raises as `render`."""
+        """Return the text of the tagged template `source`, and its tags' starts and ends, in
+        characters. Raises as `render`."""
         with self._limited(", with tags,"):
             return self._write(source, messages, answer_next=False, times=2)
 
@@ -259,8 +257,8 @@ def _told(error: Exception) -> str:
 
 
 def _choose(tokenizer: Any, tools: Any, name: str | None) -> tuple[str, str]:
-    """Return the template's text and what to call it. `name` is one of a list of named templates,
-    or a template itself.
+    """Return the template's text and a name for it. `name` is one of a list of named templates, or
+    a template itself.
     """
     place = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
     known = getattr(tokenizer, "chat_template", None)

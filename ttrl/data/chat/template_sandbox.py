@@ -1,12 +1,12 @@
-"""Render chat templates, and stop those that would take all memory.
+"""Render chat templates, and stop any exhausting memory.
 
 A template is a program out of a model's folder. Jinja's sandbox keeps it from files and code, but
-`{{ 'x' * 10**9 }}` takes a gigabyte. Here each step has its result estimated before it runs and
+`{{ 'x' * 10**9 }}` takes a gigabyte. Here the result of each step is estimated before it runs and
 counted after: operators, `~`, slices, literals, calls, filters, the text written. A template may
 build some megabytes, more for longer conversations (`allowance`); then TemplateSizeError ends it.
 
-The text is that of transformers' `apply_chat_template`: same settings of Jinja, same filters.
-`render` also returns where `{% generation %}` blocks are.
+The text equals that of transformers' `apply_chat_template`: same settings of Jinja, same filters.
+`render` also returns the places of `{% generation %}` blocks.
 
 Left out: time. A single step may still be slow, such as comparing deeply nested lists.
 """
@@ -80,10 +80,10 @@ _UNLIMITED = 2**62
 
 
 def allowance(variables: Mapping[str, Any], times: int) -> int:
-    """Return how much a template may build from these variables, in characters.
+    """Return a template's limit on built text from these variables, in characters.
 
-    It may copy the conversation once per message: some append each message to a variable.
-    times: 2 for templates with our tags, which render the conversation twice per message.
+    It may copy the conversation once per message: some append each message to a variable. times: 2
+    for templates with our tags: they render the conversation twice per message.
     """
     size = len(repr(variables))
     messages = len(variables["messages"])
@@ -95,7 +95,7 @@ def render(
     variables: Mapping[str, Any],
     most: int,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return a template's text, and where its `{% generation %}` blocks are, in characters.
+    """Return a template's text, and the places of its `{% generation %}` blocks, in characters.
 
     most: its `allowance`. Raises TemplateSizeError, and any error of the template.
     """
@@ -116,7 +116,7 @@ def render(
 
 
 def compile_problem(source: str) -> str | None:
-    """Say why a text is no template of messages; None where it is one."""
+    """Say why a text is no template of messages; None if it is one."""
     if len(source) > _MOST_SOURCE:
         return f"it has {len(source):,} characters, and at most {_MOST_SOURCE:,} are read"
     try:
@@ -379,7 +379,7 @@ _METHODS_BY_ESTIMATE: dict[_Estimate, str] = {
 _METHODS: dict[str, _Estimate] = {
     name: estimate for estimate, names in _METHODS_BY_ESTIMATE.items() for name in names.split()
 }
-"""Of all other methods of texts: `_linear`; of other objects: what they return is there already."""
+"""Of all other methods of texts: `_linear`; other objects return existing values."""
 
 
 def _tojson(
@@ -426,7 +426,7 @@ class _Buffer(list[str]):
 
 
 class _Code(CodeGenerator):
-    """Route each step that builds a value through the environment."""
+    """Route each value-building step through the environment."""
 
     def buffer(self, frame: Frame) -> None:
         frame.buffer = self.temporary_identifier()
@@ -589,7 +589,7 @@ def _guarded(function: Callable[..., Any], estimate: _Estimate) -> Callable[...,
 
 
 class _Generation(Extension):
-    """Note where `{% generation %}` blocks are; like transformers, only at the top level."""
+    """Note the places of `{% generation %}` blocks; like transformers, only at the top level."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,14 +1,14 @@
-"""Conversations as token sequences with a mask of what the model wrote, through a model's own chat
-template.
+"""Turn conversations into token sequences with a mask of generated tokens, through a model's own
+chat template.
 
-For supervised examples, and for samples of servers that give no token ids. (Those with ids need no
-template: `ttrl.data.tokenization`.) What the model wrote is found in the text by
-    `ttrl.data.chat.turns`; here the text becomes tokens.
+For supervised examples, and for samples from servers without token ids. (Samples with ids need no
+template: `ttrl.data.tokenization`.) `ttrl.data.chat.turns` finds the model's text; here the text
+becomes tokens.
 
-A prompt is tokenized as the server does it, as one string. Where a token of the whole conversation
-would span the border between prompt and answer, both are tokenized apart, because a model that is
-asked with the prompt cannot generate half a token; such borders are counted (`ChatTokens.splits`).
-Special tokens in anyone's text become special tokens, as they do at the server.
+A prompt is tokenized as the server does it, as one string. If a token of the whole conversation
+would span the border between prompt and answer, both are tokenized apart, because a model
+continuing the prompt cannot generate half a token; such borders are counted (`ChatTokens.splits`).
+Special tokens in any text become special tokens, as they do at the server.
 """
 
 import math
@@ -30,7 +30,7 @@ Turns = Literal["all", "last"]
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """An assistant message. Where it is trained, its tokens are [start, end), the last one is its
+    """An assistant message. If it is trained, its tokens are [start, end), the last one is its
     end-of-turn token, and `reason` is None; else `reason` says why not, and `start` and `end` are
     0.
     """
@@ -44,28 +44,25 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """A conversation up to the last token that is trained. `token_ids` and `assistant_mask` have
-    one entry for each token.
+    """A conversation up to the last trained token. `token_ids` and `assistant_mask` have one entry
+    for each token.
     """
 
     token_ids: list[int]
     assistant_mask: list[bool]
-    """True for what the model wrote, end-of-turn tokens included."""
+    """True for generated tokens, end-of-turn tokens included."""
     turns: list[ChatTurn]
     text: str
     tagged_template: str | None
-    """The chat template with `{% generation %}` tags, checked on this conversation; None where
-    `text` is nothing that the template writes (`ChatAnswer.written`), so that no tags can be around
-    it.
+    """The chat template with `{% generation %}` tags, checked on this conversation; None if the
+    template never writes `text` (`ChatAnswer.written`): no tags can be around it.
     """
     splits: int
-    """Borders at which prompt and answer were tokenized apart, because a token would have spanned
-    them.
-    """
+    """Borders with prompt and answer tokenized apart, because a token would have spanned them."""
 
     @property
     def untrained(self) -> list[ChatTurn]:
-        """Return the assistant's turns that are not trained, with reasons."""
+        """Return the untrained assistant's turns, with reasons."""
         return [turn for turn in self.turns if turn.reason is not None]
 
     def result(self, task_id: str) -> TokenizedResult:
@@ -93,17 +90,17 @@ def tokenize_chat(
     now: datetime | None = None,
     **template_kwargs: Any,
 ) -> ChatTokens:
-    """Return the tokens of a conversation, and which of them the assistant wrote.
+    """Return the tokens of a conversation, and the assistant's among them.
 
-    `turns`: "all" trains each turn that can be; "last" the last message alone, which must be the
-    assistant's. `stop_tokens` are the tokens at which the model stops, as text, where they are
-    known (`eos_token_id` of generation_config.json); else the end-of-turn token is found by
-    rendering. `now` is the moment that templates which write the date take for the present.
-    `template_kwargs` go to the template (`enable_thinking=False`, …); among them `chat_template`
-    chooses one of a list of named templates, or gives one.
+    `turns`: "all" trains each trainable turn; "last" only the last message, necessarily the
+    assistant's. `stop_tokens` are the model's stop tokens, as text, if known (`eos_token_id` of
+    generation_config.json); else the end-of-turn token is found by rendering. `now` is the present
+    time for templates writing the date. `template_kwargs` go to the template
+    (`enable_thinking=False`, …); among them `chat_template` chooses one of a list of named
+    templates, or gives one.
 
     Raises ModelFolderError for a tokenizer without a chat template; TokenizationError, with the
-    template's place and the reason, where no turn can be trained, or the last one cannot with
+    template's place and the reason, if no turn can be trained, or the last one cannot with
     turns="last".
     """
     chat = _Chat(tokenizer, messages, tools, stop_tokens, now, template_kwargs)
@@ -125,12 +122,11 @@ def tokenize_chat_turns(
     now: datetime | None = None,
     **template_kwargs: Any,
 ) -> list[ChatTokens]:
-    """Return as many token sequences as it takes to train every turn that can be trained, each
-    exactly once.
+    """Return enough token sequences to train every trainable turn exactly once.
 
-    One where the template keeps earlier turns as they are. Where it rewrites them (most templates
-    of thinking models), the turns that differ are trained in sequences that end with them; the
-    longest comes first. Arguments and errors as for `tokenize_chat`.
+    One if the template keeps earlier turns as they are. If it rewrites them (most templates of
+    thinking models), the differing turns are trained in sequences ending with them; the longest
+    comes first. Arguments and errors as for `tokenize_chat`.
     """
     chat = _Chat(tokenizer, messages, tools, stop_tokens, now, template_kwargs)
     left = {answer.message for answer in chat.answers if answer.reason is None}
@@ -163,14 +159,13 @@ def tokenize_completion(
     now: datetime | None = None,
     **template_kwargs: Any,
 ) -> ChatTokens:
-    """Return the tokens of what a server was sent (`messages`, to be answered) and of the plain
-    text that it answered.
+    """Return the tokens of a server's input (`messages`, to be answered) and of its plain text
+    answer.
 
-    For samples of servers that give no token ids. Nothing is rendered again, so what the template
-    would do to the answer (strip its thinking, trim it) plays no part. `ended`: whether the model
-    ended it by itself (finish reason "stop"); then the end-of-turn token follows, as it was
-    sampled. An answer that the server took apart (tool calls, reasoning) is no plain text: see
-    `tokenize_chat`.
+    For samples from servers without token ids. Nothing is rendered again: the template's changes to
+    the answer (stripping its thinking, trimming it) play no part. `ended`: whether the model ended
+    it by itself (finish reason "stop"); then the end-of-turn token follows, as it was sampled. An
+    answer parsed by the server (tool calls, reasoning) is no plain text: see `tokenize_chat`.
 
     Raises ModelFolderError and TokenizationError as `tokenize_chat`, and for an answer without any
     token.
@@ -288,7 +283,7 @@ class _Chat:
         )
 
     def _tagged(self, upto: int, whole: str, told: list[ChatAnswer]) -> str | None:
-        """Return the tagged template, checked on the first `upto` messages, whose answers `told`
+        """Return the tagged template, checked on the first `upto` messages; their answers `told`
         occur in `whole`.
         """
         if not all(answer.written for answer in told):

@@ -1,6 +1,4 @@
-"""From characters to tokens: a conversation as token ids, with borders at which a server's prompt
-ends or its answer does.
-"""
+"""Tokenize a conversation, with borders at the ends of a server's prompts and answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +16,7 @@ class TokensAt:
     ids: list[int]
     borders: list[int]
     splits: int
-    """Borders that a token would have spanned; there the text before and after is tokenized apart.
-    """
+    """Borders inside a token; the text before and after is tokenized apart."""
 
 
 def tokens_at(
@@ -31,14 +28,14 @@ def tokens_at(
 ) -> TokensAt:
     """Return the ids of `text`, with a border between tokens at each of `borders` (characters,
     rising; answers begin at the even ones and end at the odd ones, the last one at the end of
-    `text`). `ends_of_turn` has the end-of-turn token of each answer, None where it was cut;
-    `anchor` is any special token, as text.
+    `text`). `ends_of_turn` has the end-of-turn token of each answer, None if it was cut; `anchor`
+    is any special token, as text.
 
-    Each answer's prompt has the ids that it has alone, which is what a server would have been sent,
-    as far as no earlier border was split.
+    Each answer's prompt has the same ids as by itself, as sent to a server, unless an earlier
+    border was split.
 
-    Raises TokenizationError where the text cannot be had in tokens that end at the borders, or an
-    end-of-turn token is not one token.
+    Raises TokenizationError if the text has no tokens ending at the borders, or an end-of-turn
+    token is not one token.
     """
     found = _split_at(tokenizer, text, borders, "") or _split_at(tokenizer, text, borders, anchor)
     if found is None:
@@ -59,9 +56,9 @@ def tokens_at(
 
 
 def _split_at(tokenizer: Any, text: str, borders: Sequence[int], anchor: str) -> TokensAt | None:
-    """Return the tokens with splits at borders; None where taking tokens apart adds or loses
-    blanks, as many tokenizers put one before any text. With `anchor`, what follows a split is
-    tokenized after that special token, where some of them do not.
+    """Return the tokens with splits at borders; None if splitting adds or loses blanks, as many
+    tokenizers put one before any text. With `anchor`, text after a split is tokenized after this
+    special token: some tokenizers then add none.
     """
     ids: list[int] = []
     counts: list[int] = []
@@ -104,7 +101,7 @@ def _split_at(tokenizer: Any, text: str, borders: Sequence[int], anchor: str) ->
 
 
 def _encode(tokenizer: Any, text: str) -> tuple[list[int], list[int] | None]:
-    """Return ids, and where each token ends (characters); None for tokenizers without offsets."""
+    """Return ids, and each token's end (characters); None for tokenizers without offsets."""
     if not getattr(tokenizer, "is_fast", False):
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]), None
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -116,8 +113,8 @@ def _blanks(text: str) -> str:
 
 
 def _blanks_behind(tokenizer: Any, before: list[int], behind: list[int]) -> str | None:
-    """Return the blanks at the beginning of `behind` as it reads behind `before`; None where the
-    two cannot be told apart.
+    """Return the blanks at the beginning of `behind` as it reads behind `before`; None if the two
+    cannot be separated.
     """
     first, both = (
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,23 +1,21 @@
-"""Which part of a rendered conversation the model wrote, for any chat template, found by rendering.
+"""Find the model's text in a rendered conversation, for any chat template, by rendering.
 
-What is trained must be what the model would have written in that very place. So for each assistant
-message:
+Trained text must be the model's own continuation at its place. So for each assistant message:
 
     prompt     the messages before it, rendered as a server renders them to be answered
     answered   the messages up to it, rendered
 
-`answered` must begin with `prompt`; the rest is the answer, up to its end-of-turn token. That is
-the last special token behind the answer's own text that stands there whether or not the
-conversation goes on; what follows it (a newline, an end-of-text token) nobody sampled. The answer
-must hold the message's texts unchanged but for blanks at their ends (`ttrl.data.chat.probe`). And
-the rendering that is trained on must begin with `answered`: where a template rewrites an earlier
-turn, because it strips its thinking or moves the system prompt, that turn is not trained there, and
-has a reason that says so; it can be trained in a rendering of its own
-(`ttrl.data.chat.templates.tokenize_chat_turns`).
+`answered` must begin with `prompt`; the rest is the answer, up to its end-of-turn token: the last
+special token behind the answer's own text, present with or without a following message. Later text
+(a newline, an end-of-text token) was not sampled. The answer must hold the message's texts
+unchanged but for blanks at their ends (`ttrl.data.chat.probe`). And the trained rendering must
+begin with `answered`: if a template rewrites an earlier turn, because it strips its thinking or
+moves the system prompt, the turn is not trained there, and its reason says so; it can be trained in
+a rendering of its own (`ttrl.data.chat.templates.tokenize_chat_turns`).
 
 Some templates write another prompt once it is answered: without the system prompt, with other
-blanks, without the empty thinking that `enable_thinking=False` puts into it. A plain text then
-follows the prompt as it is sent, if both lead up to it in the same way.
+blanks, without the empty thinking of `enable_thinking=False`. A plain text then follows the sent
+prompt, if both lead up to it in the same way.
 """
 
 import json
@@ -31,16 +29,13 @@ from ttrl.data.chat.rendering import REASONING_KEYS, ChatTemplate, unsayable
 from ttrl.errors import TemplateRefusalError
 from ttrl.messages import Message, text_of, texts_of
 
-# Thinking that was skipped, as prompts end with it: <think>\n\n</think>,
-# <|channel>thought\n<channel|>.
+# Skipped thinking at the end of prompts: <think>\n\n</think>, <|channel>thought\n<channel|>.
 _EMPTY_BLOCKS = re.compile(r"(?:<\W{0,2}(\w+)\W{0,2}>\s*\w*\s*<\W{0,2}\1\W{0,2}>\s*)+\Z")
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An assistant message in its own context: what a server would have been sent, and what the
-    model would have written.
-    """
+    """An assistant message in its own context: the server's prompt, and the model's text."""
 
     message: int
     """Its place in the conversation, from 0."""
@@ -50,15 +45,15 @@ class ChatAnswer:
     """The prompt and the answer, up to the end of the end-of-turn token."""
     end_of_turn: str = ""
     written: bool = True
-    """Whether the template ever writes `text`: not where it writes another prompt or end once that
-    is answered.
+    """Whether the template ever writes `text`: not if it writes another prompt or end after the
+    answer.
     """
     reason: str | None = None
-    """Why it cannot be told; None where it can."""
+    """Why it cannot be found; None if it can."""
 
     def reason_within(self, whole: str) -> str | None:
         """Say why it cannot be trained in `whole`, a rendering of the conversation or of more of
-        it; None where it can.
+        it; None if it can.
         """
         if self.reason is not None or whole.startswith(self.text):
             return self.reason
@@ -82,8 +77,8 @@ def short(text: str) -> str:
 class TurnFinder:
     """Finds the answers of one conversation. `messages` are `template.prepared(given)`.
 
-    `stop_tokens` are the tokens at which the model stops, where they are known (`eos_token_id` of
-    generation_config.json, as text); then an end-of-turn token is one of them, and nothing else.
+    `stop_tokens` are the model's stop tokens, if known (`eos_token_id` of generation_config.json,
+    as text); an end-of-turn token must then be one of them.
     """
 
     def __init__(
@@ -113,8 +108,8 @@ class TurnFinder:
         ]
 
     def end_of_turn(self, place: int) -> str | None:
-        """Return the token that ends a plain answer at this place in the conversation; None where
-        there is none.
+        """Return the token ending a plain answer at this place in the conversation; None if there
+        is none.
         """
         before = self.messages[:place]
         probe = self._plain()
@@ -220,7 +215,7 @@ class TurnFinder:
         return make_probe(self.template.message("assistant", "text"), self._unused)
 
     def _header(self, before: list[Message], prompt: str) -> str:
-        """Return what stands between the prompt and the text of a plain answer."""
+        """Return the text between the prompt and a plain answer."""
         probe = self._plain()
         try:
             probed = self.template.render([*before, probe.message], answer_next=False)
@@ -249,8 +244,8 @@ class TurnFinder:
     def _plain_text_begins(
         self, message: Message, probe: Probe, probed: str, prompt: str
     ) -> int | None:
-        """Return where the text begins in an answer that does not begin with the prompt; None if it
-        cannot follow the prompt.
+        """Return the start of the text in an answer with a changed prompt; None if it cannot follow
+        the prompt.
         """
         texts = texts_of(message["content"])
         says_more = any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
@@ -276,9 +271,9 @@ class TurnFinder:
         self, place: int, probe: Probe, behind: str, begin: int, is_open: bool
     ) -> tuple[str, str] | None:
         """Return the text from the end of the answer's own to the end of its end-of-turn token, and
-        that token.
+        this token.
 
-        `behind` is what follows the answer's last mark when the conversation ends there.
+        `behind` is the text after the answer's last mark at the end of a conversation.
         """
         specials = list(self._ends.finditer(behind))
         if self._stops is not None:
@@ -297,8 +292,8 @@ class TurnFinder:
             return None  # in the second case the only special token opens the next answer
         chosen = specials[0]
         if len(specials) > 1 and not is_open:
-            # Where add_generation_prompt is ignored, the next answer may be opened in any case:
-            # there the first is this one's.
+            # If add_generation_prompt is ignored, the next answer may be opened in any case: there
+            # the first is this one's.
             followed = self._behind_when_continued(place, probe, begin)
             staying = min((_common(behind, more) for more in followed), default=len(behind))
             chosen = next(
@@ -307,7 +302,7 @@ class TurnFinder:
         return behind[: chosen.end()], chosen[0]
 
     def _behind_when_continued(self, place: int, probe: Probe, begin: int) -> list[str]:
-        """Return what follows the last mark when a message follows the answer; empty where the
+        """Return the text after the last mark when a message follows the answer; empty if the
         template refuses any.
         """
         calls = probe.message.get("tool_calls") or []

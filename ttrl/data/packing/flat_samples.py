@@ -1,9 +1,8 @@
-"""All samples of a pack end to end, as a few long arrays: what packing reads from TokenizedResults,
-checked once.
+"""Join all samples of a pack end to end in a few long arrays, checked once, as packing's input from
+TokenizedResults.
 
-Python lists are read as little as possible: converting them is the largest part of the time that
-packing takes. Samples that carry arrays (array.array or numpy) are copied, which takes next to
-nothing.
+Python lists are read as little as possible: their conversion takes most of packing's time. Samples
+with arrays (array.array or numpy) are copied, at almost no cost.
 """
 
 import math
@@ -35,23 +34,23 @@ class FlatSamples:
     trained: np.ndarray
     """bool [N]: the assistant mask."""
     logprobs: np.ndarray
-    """float32 [N]; NaN up to the first token that was generated or is trained."""
+    """float32 [N]; NaN up to the first generated or trained token."""
     versions: np.ndarray | None
-    """int32 [N]: of the policy that sampled each token, meaningless for the prompt; None where
-    every sample has only one.
+    """int32 [N]: the policy version behind each token, meaningless for the prompt; None if every
+    sample has only one.
     """
     start: np.ndarray
     """int64 [S]: the place of each sample's first token in the arrays above."""
     shared: np.ndarray
-    """int64 [S]: tokens that other samples may share: the prompt, or what precedes the first
-    trained token where that is less.
+    """int64 [S]: tokens open to sharing: the prompt, or only those before the first trained token
+    if fewer.
     """
     first: np.ndarray
-    """int64 [S]: the offset of the first trained token; the sample's length where nothing is
-    trained.
+    """int64 [S]: the offset of the first trained token; the sample's length if nothing
+    is trained.
     """
     end: np.ndarray
-    """int64 [S]: one past the offset of the last trained token; 0 where nothing is trained."""
+    """int64 [S]: one past the offset of the last trained token; 0 if nothing is trained."""
     num_trained: np.ndarray
     """int64 [S]."""
     version: np.ndarray
@@ -59,13 +58,13 @@ class FlatSamples:
     advantages: np.ndarray
     """float32 [S]."""
     token_advantages: np.ndarray | None
-    """float32 [N], 0 where nothing is trained; None where no sample has any of its own."""
+    """float32 [N], 0 at untrained positions; None if no sample has any of its own."""
     experts: np.ndarray | None = None
-    """int16 [N, layers, experts per token], -1 where unknown; None where no sample has any."""
+    """int16 [N, layers, experts per token], -1 for unknown; None if no sample has any."""
 
 
 def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
-    """Join the lists of all samples. Raises PackError, naming sample and token, where they do not
+    """Join the lists of all samples. Raises PackError, naming sample and token, if they do not
     belong together.
     """
     for result in results:
@@ -78,7 +77,7 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
     logprobs = np.empty(total, dtype=np.float32)
     spans: list[tuple[int, int, int, int]] = []
     counting = list(range(int(lengths.max())))
-    # Which often is the next sample's too; comparing is faster than converting.
+    # Often the next sample's too; comparing is faster than converting.
     last_prompt: list[int] = []
     last_border = 0
     for result, begin, length in zip(results, start.tolist(), lengths.tolist(), strict=True):
@@ -118,7 +117,7 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
     advantages = np.array([result.advantage for result in results], dtype=np.float32)
     token_advantages = _of_completions(results, start, lengths, "token_advantages", advantages)
     if token_advantages is not None:
-        token_advantages[~trained] = 0.0  # those of other tokens are of no use to anyone
+        token_advantages[~trained] = 0.0  # other tokens need none
         _refuse(
             results, start, ~np.isfinite(token_advantages), "a token_advantage that is not finite"
         )
@@ -195,8 +194,8 @@ def _check_lengths(result: TokenizedResult) -> None:
 def _convert(
     values: Sequence[float], into: np.ndarray, at: int, result: TokenizedResult, name: str
 ) -> None:
-    """Write numbers into an int32 or float32 array; floats that are too large for that become
-    infinite. Raises PackError.
+    """Write numbers into an int32 or float32 array; too large floats become infinite. Raises
+    PackError.
     """
     try:
         if isinstance(values, list):
@@ -222,12 +221,12 @@ def _convert(
 
 
 def _write_mask(into: np.ndarray, mask: Sequence[bool], prompt_length: int) -> tuple[int, int, int]:
-    """Write an assistant mask; return the first trained offset, that behind the last (length, 0 for
-    none), and their number.
+    """Write an assistant mask; return the first trained offset, the offset after the last (length,
+    0 for none), and their number.
     """
     length = len(mask)
     if isinstance(mask, list):
-        # One turn that is trained as a whole is told by identity with False and True alone.
+        # A single fully trained turn is recognised by identity with False and True only.
         given = mask[:prompt_length]
         generated = mask[prompt_length:]
         if (
@@ -278,7 +277,7 @@ def _of_completions(
     name: str,
     of_sample: np.ndarray,
 ) -> np.ndarray | None:
-    """Join the lists `name` of the completions; None where no sample has one. Elsewhere stands
+    """Join the lists `name` of the completions; None if no sample has one. Other places hold
     `of_sample`.
     """
     lists: list[Any] = [getattr(result, name) for result in results]
@@ -294,15 +293,14 @@ def _of_completions(
 def select(
     results: Sequence[TokenizedResult], flat: FlatSamples, seq_len: int, too_long: TooLong
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return the numbers of the samples to pack, and counts of the others by reason, as
-    `PackedTensors.dropped` has them.
+    """Return the numbers of the samples to pack, and counts of the others by reason, as in
+    `PackedTensors.dropped`.
 
-    "truncate" shortens the samples that are too long in `flat`: they end at the last trained token
-    that still is a label of a row, which leaves nothing of a sample whose prompt alone is longer
-    than that.
+    "truncate" shortens too long samples in `flat`: they end at the last trained token still able to
+    be a row's label. Nothing is left of a sample with a longer prompt.
     """
     untrained = flat.num_trained == 0
-    # What a sample takes alone: everything up to the position that predicts its last trained token.
+    # A sample's own size: everything up to the position predicting its last trained token.
     positions = flat.end - 1
     long = positions > seq_len
     if too_long == "error" and long.any():

@@ -1,12 +1,12 @@
-"""Who may attend to whom in a packed row, from group ids alone.
+"""Compute packed rows' attention masks from group ids only.
 
 The rule: a token attends to earlier tokens of its row, and itself, in its own group and in its
-group's ancestors. Padding attends to itself, so that no row of a softmax is empty.
+group's ancestors. Padding attends to itself: no softmax row is empty.
 
-Groups stand depth first: whatever continues a group, at any depth, follows it without a gap. A
-token is therefore seen from itself up to where the subtree of its group ends, and one number per
-token says it all: query q sees key k where k <= q < end[k]. No mask grows with the depth of the
-tree or with the square of the number of groups.
+Groups stand depth first: a group's continuations follow it without a gap, at any depth. A token is
+therefore visible from itself to the end of its group's subtree, and one number per token suffices:
+query q sees key k if k <= q < end[k]. No mask grows with the depth of the tree or with the square
+of the number of groups.
 
 Shapes: B rows, T positions, G groups of the row with the most, N blocks of a row.
 """
@@ -21,14 +21,12 @@ DEFAULT_BLOCK_SIZE = 128
 
 
 def free_to_look(device: torch.device) -> bool:
-    """Tell whether a tensor's values can be read without waiting for all that the device was told
-    to do.
-    """
+    """Tell whether a tensor's values can be read without waiting for queued device work."""
     return device.type == "cpu"
 
 
 def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
-    """Return int64 [B, T]: one past the last position of the row that may attend to this one.
+    """Return int64 [B, T]: one past the last position of the row with attention to this one.
 
     group_ids, parent_ids: int64 [B, T], -1 in padding; groups are runs and stand depth first, as
         `PackedTensors.check` demands.
@@ -53,9 +51,9 @@ def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
     length = column(0).scatter_add_(1, slot, torch.ones_like(position))
     own = torch.arange(num_groups + 1, device=device).expand(rows, -1)
     parent = own.clone().scatter_(1, slot, torch.where(group_ids < 0, num_groups, parent_ids))
-    # What a group and its descendants hold is added to its ancestors. After the k-th step, a group
-    # has that of the 2^k - 1 generations below it, and `above` is its ancestor 2^k generations up;
-    # the spare column is above roots.
+    # The sizes of a group and its descendants are added to its ancestors. After the k-th step, a
+    # group has the sum of the 2^k - 1 generations below it, and `above` is its ancestor 2^k
+    # generations up; the spare column is above roots.
     end = stop
     held = length
     above = torch.where(parent == own, num_groups, parent)
@@ -74,8 +72,8 @@ def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
 
 
 def dense_mask(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
-    """Return bool [B, T, T], True where the token of the row may attend to the token of the column:
-    the reference for all other ways. Takes memory quadratic in T: for tests, and for short rows."""
+    """Return bool [B, T, T], True if the row's token may attend to the column's token: the
+    reference for all other ways. Takes memory quadratic in T: for tests, and for short rows."""
     position = torch.arange(group_ids.shape[1], device=group_ids.device)
     ends = subtree_ends(group_ids, parent_ids)
     return (position <= position.unsqueeze(1)) & (position.unsqueeze(1) < ends.unsqueeze(1))
@@ -85,8 +83,8 @@ def mask_rule(
     ends: Tensor, near: tuple[Tensor, Tensor] | None = None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Return the rule as FlexAttention's mask_mod. ends: `subtree_ends`. near: positions in the
-    unpacked sequences, and those above which a query sees keys, int64 [B, T] each; tensors, so that
-    compiled code serves windows of all sizes.
+    unpacked sequences, and each query's lower bound on visible keys, int64 [B, T] each; as tensors,
+    they let compiled code serve windows of all sizes.
     """
     if near is None:
         return lambda b, h, q, k: (k <= q) & (q < ends[b, k])
@@ -99,10 +97,9 @@ def block_mask(
 ) -> BlockMask:
     """Return `mask_rule` as a FlexAttention BlockMask, for all heads.
 
-    Which blocks are empty, mixed or full follows from the first and the last end in each block of
-    keys, so neither time nor memory is quadratic in T (create_block_mask evaluates, and without
-    compilation stores, all T × T entries). The mixed blocks are decided entry by entry inside the
-    kernel.
+    The first and the last end in each block of keys decide whether a block is empty, mixed or full:
+    neither time nor memory is quadratic in T (create_block_mask evaluates, and without compilation
+    stores, all T × T entries). The mixed blocks are decided entry by entry inside the kernel.
     """
     batch, seq_len = ends.shape
     device = ends.device
@@ -141,8 +138,8 @@ def block_mask(
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each row of bool [B, N, N] visits [B, 1, N], and which come first [B,
-    1, N, N], int32.
+    """Return how many blocks each row of bool [B, N, N] visits [B, 1, N], and their numbers, first
+    ones first [B, 1, N, N], int32.
     """
     counts = blocks.sum(dim=-1, dtype=torch.int32)
     order = torch.argsort((~blocks).to(torch.int8), dim=-1, stable=True).to(torch.int32)

@@ -1,25 +1,24 @@
-"""From token sequences to packed tensors: rows in which every beginning that samples have in common
-is stored once.
+"""Pack token sequences into tensors: rows store every beginning shared by samples once.
 
-The rules of the format, all of which `PackedTensors.check` tests on every pack:
+The rules of the format, tested by `PackedTensors.check` on every pack:
 
-- What precedes a sample's first trained token may be shared, as a tree: a system prompt, below it a
-  question, below that the given part of a conversation (prefix_tree.py). What a model generated
-  belongs to one sample, even where others have the same.
-- A shared node is stored without its last token, and everything that continues it starts with its
-  own copy of that token (same position, so the same keys and values). The first label of every
-  sample therefore has the right context. A beginning of one token leaves no group: its samples are
-  roots. A node with one child in its row is merged with it.
-- Groups stand depth first: whatever continues a node follows it without a gap.
-- A sample is stored up to the position that predicts its last trained token. That last token is a
-  label, never an input, as nothing is predicted from it; untrained tokens behind it (a template's
-  newline) are left out for the same reason.
-- Labels are where `assistant_mask` is: any number of turns of one sample, with what stands between
-  them as context.
-- Nothing is added: the end-of-turn token is trained where the server's ids contain it, that is,
-  where it was sampled.
+- Tokens before a sample's first trained one may be shared, as a tree: a system prompt, below it a
+  question, below it the given part of a conversation (prefix_tree.py). Generated tokens belong to
+  one sample, even if others have the same.
+- A shared node is stored without its last token, and every continuation starts with its own copy of
+  it (same position, so the same keys and values). The first label of every sample therefore has the
+  right context. A beginning of one token leaves no group: its samples are roots. A node with one
+  child in its row is merged with it.
+- Groups stand depth first: a node's continuations follow it without a gap.
+- A sample is stored up to the position predicting its last trained token. This last token is a
+  label, never an input: nothing is predicted from it. For the same reason, untrained tokens behind
+  it (a template's newline) are left out.
+- Labels are in the places of `assistant_mask`: any number of turns of one sample, with the tokens
+  between them as context.
+- Nothing is added: the end-of-turn token is trained only if the server's ids contain it, as a
+  sampled token.
 
-A sample of n tokens whose last token is trained takes n - 1 positions, alone in its row.
+A sample of n tokens, the last one trained, takes n - 1 positions in a row of its own.
 """
 
 import contextlib
@@ -66,33 +65,32 @@ def packed_tensors_from_tokenized_results(
     multiple: int = 1,
     seed: int = 0,
 ) -> PackedTensors:
-    """Pack samples into rows of `seq_len` positions; what they have in common before their first
-    trained token is stored once per row, whatever their order. The sample table is in the order of
+    """Pack samples into rows of `seq_len` positions; beginnings shared before the first trained
+    token are stored once per row, in any order of samples. The sample table is in the order of
     `results`.
 
     aggregation decides `weights`: "token" and "constant" 1, "sequence" share / the number of
-    trained tokens of the sequence, which is 1 / that number for a sample of one sequence;
-    `constant_length` (tokens) is the fixed length of "constant".
+    trained tokens of the sequence (1 / this number for a sample of one sequence); `constant_length`
+    (tokens) is the fixed length of "constant".
 
-    too_long says what becomes of a sample that does not fit into a row even alone:
+    too_long decides about samples longer than a row:
         drop       it is left out, counted in `.dropped["too_long"]`
         error      PackError
         truncate   its end is cut off (and with it its end-of-turn token), counted in
-                   `.dropped["truncated"]`; only where nothing trained is left is it dropped
+                   `.dropped["truncated"]`; it is dropped only if nothing trained is left
         extend     it gets a row as long as the longest sample, counted in `.dropped["extended"]`;
                    the tensors are then wider than `seq_len`, and all other rows hold at most
                    `seq_len` positions
     Samples without a trained token are counted in `.dropped["no_trained_token"]`.
 
-    share: "tree", or "prompt" (samples of the same prompt alone), or "none", for measurements.
-    shortest_shared: a beginning that different prompts have in common is stored once from so many
-        positions on; the same prompt always is.
+    share: "tree", or "prompt" (only samples of the same prompt), or "none", for measurements.
+    shortest_shared: the fewest positions of a beginning to store once for different prompts; the
+    same prompt always is.
 
-    multiple: so many data-parallel ranks are given equal work where rows are placed. seed: decides
-    between equally good placements.
+    multiple: the number of data-parallel ranks to give equal work. seed: decides between equally
+    good placements.
 
-    Raises PackError for samples whose lists do not belong together, and when nothing is left to
-    pack.
+    Raises PackError for samples with inconsistent lists, and if nothing is left to pack.
     """
     _check_options(
         seq_len, aggregation, constant_length, too_long, share, shortest_shared, multiple

@@ -1,9 +1,8 @@
-"""The packed tensors themselves: what a row holds, how rows are taken, padded and trimmed, and
-their sample table.
+"""Hold the packed tensors and their sample table; take, pad and trim rows.
 
-Everything is aligned at the position that *predicts*: `labels[b, t]`, `logprobs[b, t]`,
-`advantages[b, t]` all speak of the token that follows position t in its sample. Nothing downstream
-shifts a tensor. How samples are laid out: pack.py.
+Everything is aligned at the *predicting* position: `labels[b, t]`, `logprobs[b, t]`, `advantages[b,
+t]` all describe the token after position t in its sample. Nothing downstream shifts a tensor. The
+layout of samples: pack.py.
 
 Shapes: B rows, T positions of a row (seq_len).
 """
@@ -34,38 +33,38 @@ from ttrl.records import TokenizedResult
 
 @dataclass(kw_only=True)
 class PackedTensors:
-    """Rows of packed samples: [B, T] tensors and the table of samples that lie in them."""
+    """Rows of packed samples: [B, T] tensors and the table of their samples."""
 
     tokens: Tensor
     """int64 input ids; `pad_id` in padding."""
     labels: Tensor
-    """int64: the token to predict from this position, -100 where none is trained."""
+    """int64: the token to predict from this position, -100 if none is trained."""
     group_ids: Tensor
-    """int64: 0, 1, 2… within the row, depth first (a group is followed by all that continues it);
-    -1 in padding.
+    """int64: 0, 1, 2… within the row, depth first (a group's continuations follow it); -1 in
+    padding.
     """
     parent_ids: Tensor
-    """int64: the group that this token's group continues; its own id for a root; -1 in padding."""
+    """int64: the parent of this token's group; its own id for a root; -1 in padding."""
     input_pos: Tensor
     """int64: position in the unpacked sequence; 0 in padding."""
     sample_ids: Tensor
-    """int64: row of `samples` that owns this token; -1 for shared tokens and padding."""
+    """int64: this token's row of `samples`; -1 for shared tokens and padding."""
     assistant_mask: Tensor
-    """bool: True where `labels` is a token that the model generated."""
+    """bool: True if `labels` is a generated token."""
     logprobs: Tensor
-    """float32: the sampler's log-probability of `labels`, nats; NaN where unknown."""
+    """float32: the sampler's log-probability of `labels`, nats; NaN for unknown."""
     advantages: Tensor
-    """float32: of that token; 0 where none is trained."""
+    """float32: the label's advantage; 0 if none is trained."""
     weights: Tensor
-    """float32: of that token in the loss; 0 where none is trained."""
+    """float32: the label's weight in the loss; 0 if none is trained."""
     weights_version: Tensor
-    """int32: the policy version that sampled `labels`; -1 where none."""
+    """int32: the policy version behind `labels`; -1 for none."""
     reference_logprobs: Tensor | None = None
-    """float32: log-probability of `labels` under the reference model; NaN where unknown. None where
-    it was not computed.
+    """float32: log-probability of `labels` under the reference model; NaN for unknown. None if not
+    computed.
     """
     experts: Tensor | None = None
-    """int16 [B, T, L, K]: the sampler's experts of each token in each layer; -1 where unknown. None
+    """int16 [B, T, L, K]: the sampler's experts of each token in each layer; -1 for unknown. None
     without `router_replay`.
     """
     samples: list[PackedSample]
@@ -74,10 +73,10 @@ class PackedTensors:
     """Tokens per sample in the normaliser of aggregation "constant"."""
     pad_id: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """How many samples were left out, by reason: "too_long", "no_trained_token"; and how many were
-    kept although they were too long: "truncated", "extended", where that was asked for."""
+    """Counts of samples left out, by reason: "too_long", "no_trained_token"; and of too long
+    samples kept on request: "truncated", "extended"."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """Anything else that is worth keeping with the file."""
+    """Other facts to store with the file."""
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +88,7 @@ class PackedTensors:
 
     @property
     def num_tokens(self) -> int:
-        """Count the positions that are not padding."""
+        """Count the positions outside padding."""
         return int((self.group_ids >= 0).sum())
 
     @property
@@ -98,7 +97,7 @@ class PackedTensors:
         return int((self.labels != IGNORE_LABEL).sum())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are there, by name."""
+        """Return the tensors by name, without missing ones."""
         named = {name: getattr(self, name) for name in TENSOR_DTYPES}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -132,9 +131,7 @@ class PackedTensors:
         return self._with(tensors, samples)
 
     def pad_rows_to_multiple(self, multiple: int) -> "PackedTensors":
-        """Add rows of padding, which weigh nothing, until the number of rows is a multiple: every
-        rank gets as many.
-        """
+        """Add zero-weight padding rows up to a multiple of a number: every rank gets as many."""
         if multiple < 1:
             raise PackError(f"cannot bring {self.num_rows} rows to a multiple of {multiple}")
         missing = -self.num_rows % multiple
@@ -186,8 +183,8 @@ class PackedTensors:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "PackedTensors":
-        """Read what `save` wrote and check it. Raises PackError when it is missing, damaged,
-        foreign or breaks the format.
+        """Read a file of `save` and check it. Raises PackError if it is missing, damaged, foreign
+        or breaks the format.
         """
         tensors, samples, header = load_packed(path)
         columns: dict[str, Any] = {**tensors, **header}
@@ -209,7 +206,7 @@ def normaliser(packed: PackedTensors) -> float:
     A sample of several sequences (`TokenizedResult.share`) counts as one: each of its sequences
     counts for its share of the sample's generated tokens, in w and in Z. w is stored with the rows.
     Z belongs to the rows of one optimizer step and is known before the forward pass: rows are
-    disjoint, so the Z of several ranks or microbatches add up. 0.0 where nothing is trained.
+    disjoint, so the Z of several ranks or microbatches add up. 0.0 if nothing is trained.
     """
     if packed.aggregation == "token":
         return float(packed.num_trained)
@@ -221,11 +218,11 @@ def normaliser(packed: PackedTensors) -> float:
 
 
 def unpack(packed: PackedTensors) -> list[TokenizedResult]:
-    """Return the samples as they were before packing, in the order of the sample table, up to the
-    last trained token of each: what follows it is not stored.
+    """Return the samples as they were before packing, in the order of the sample table, each up to
+    its last trained token: later tokens are not stored.
 
-    Known of trained tokens alone, and else as follows: `logprobs` NaN, `token_versions` -1 (None
-    where one version sampled them all), `token_advantages` NaN (None where all are the sample's).
+    Values exist only for trained tokens; others get `logprobs` NaN, `token_versions` -1 (None if
+    one version sampled them all), `token_advantages` NaN (None if all are the sample's).
     `advantage` is the one in the table; `tokens` is None. `packed` must hold to the format
     (`check`).
     """
@@ -256,7 +253,7 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
                 for first, last in (runs[row, group] for group in sample.groups)
             ]
             experts = np.concatenate([*spans, np.full_like(spans[0][:1], -1)])
-        # Tokens that are not the label of one of the sample's own positions.
+        # Tokens without a label position in the sample itself.
         before = len(ids) - (stop - begin) + 1
         ids.append(int(labels[row, stop - 1]))
         trained = labels[row, own] != IGNORE_LABEL

@@ -1,9 +1,9 @@
-"""Check that packed tensors keep their contract: every rule of the format, tested on whole arrays.
+"""Check every rule of the packed format on whole arrays.
 
-Run after packing and on loading, so that a trainer never sees arrays that do not belong together.
-What must hold at every position is tested there; what is the same all along a group is read once
-per run of equal group ids (`_Runs`), which are few. By numpy, whose calls cost less than torch's on
-the short stretches that stay in the processor's cache.
+Runs after packing and on loading, to keep inconsistent arrays from the trainer. Rules for single
+positions are tested at every position; rules for whole groups once per run of equal group ids
+(`_Runs`): there are few. Uses numpy: its calls cost less than torch's on short chunks within the
+processor's cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,12 @@ from ttrl.data.packing.packed_format import (
 from ttrl.errors import PackError
 
 CHUNK = 1 << 16
-"""Positions that are checked at a time, so that what lies between stays in the processor's cache.
+"""Positions checked at a time, few enough for their intermediate results to stay in the processor's
+cache.
 """
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
-"""The tensors, by name; [rows, T], or [rows · T] where they are said to be flat."""
+"""The tensors, by name; [rows, T], or [rows · T] if said to be flat."""
 
 
 def check_packed(
@@ -81,7 +82,7 @@ def check_packed(
 
 @dataclass
 class _Place:
-    """Which rows are being checked, for messages."""
+    """The rows under test, for messages."""
 
     where: str
     first: int
@@ -105,7 +106,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Owned:
-    """A group that belongs to one sample."""
+    """A group of one sample."""
 
     sample: int
     row: int
@@ -133,7 +134,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def _check_padding(arrays: Arrays, pad_id: int, place: _Place) -> None:
-    """Check that every tensor holds in padding, wherever it is, what the format says."""
+    """Check every tensor's values in padding against the format."""
     padding = np.flatnonzero(arrays["group_ids"].reshape(-1) < 0)
     if not len(padding):
         return
@@ -175,8 +176,8 @@ class _Runs:
 
 
 def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
-    """Check that groups are runs numbered 0, 1, 2…, that padding comes last, and that along a run
-    parent and sample stay and positions count up.
+    """Check that groups are runs numbered 0, 1, 2…, with padding last; along a run, parent and
+    sample stay and positions count up.
 
     Returns the runs, and bool [rows · T]: is a position in the group of the one before it (padding
     included)?
@@ -240,8 +241,7 @@ def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
         "a group continues a group that belongs to one sample",
     )
     children = np.bincount(parent_run[child], minlength=len(root))
-    # All children begin with their own copy of the token that their parent was stored without: the
-    # same one for all.
+    # All children begin with their own copy of their parent's omitted last token: the same for all.
     token = np.full(len(root), -1, dtype=np.int64)
     token[parent_run[child]] = runs.token[child]
     runs.refuse(
@@ -265,7 +265,7 @@ def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
         if parent == group:
             path = [group]
         else:
-            if parent not in path:  # so not the group to the left, nor one that it continues
+            if parent not in path:  # neither the group to the left nor one of its ancestors
                 place.fail(
                     int(runs.row[run]), int(runs.column[run]), "groups do not stand depth first", 1
                 )
@@ -275,8 +275,8 @@ def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
 
 
 def _check_labels(flat: Arrays, runs: _Runs, inside: np.ndarray, place: _Place) -> None:
-    """Check that labels are the next tokens of their samples, and that what speaks of labels is
-    there exactly where they are.
+    """Check that labels are the next tokens of their samples, and label tensors have values exactly
+    at the labels.
     """
     labels = flat["labels"]
     samples = flat["sample_ids"]
@@ -315,8 +315,8 @@ def _check_labels(flat: Arrays, runs: _Runs, inside: np.ndarray, place: _Place) 
 
 
 def _check_samples(samples: Sequence[PackedSample], owned: Sequence[_Owned], where: str) -> None:
-    """Check that the sample table and the tensors say the same, and that nothing after a sample's
-    prompt is shared.
+    """Check that the sample table and the tensors agree, and nothing after a sample's prompt is
+    shared.
     """
     found: dict[int, _Owned] = {}
     for one in owned:

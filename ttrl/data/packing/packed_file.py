@@ -1,7 +1,7 @@
-"""Packed tensors on disk: one safetensors file, with the sample table as JSON in its header.
+"""Store packed tensors as one safetensors file, with the sample table as JSON in its header.
 
-The header holds a single key: safetensors keeps its metadata in an unordered map, and several keys
-would be written in another order each time, so that equal packs would differ in their bytes and
+The header holds a single key: safetensors keeps its metadata in an unordered map, and the order of
+several keys would change from write to write. Equal packs would then differ in their bytes and
 digests.
 """
 
@@ -24,8 +24,8 @@ TOKENIZER_KEY = "tokenizer"
 
 
 def tokenizer_digest(folder: str | Path) -> str | None:
-    """Return the SHA-256 of the model folder's tokenizer.json, which checkpoints copy byte by byte;
-    None where it has none.
+    """Return the SHA-256 of the model folder's tokenizer.json (checkpoints copy it byte by byte);
+    None without one.
     """
     path = Path(folder, "tokenizer.json")
     if path.is_file():
@@ -60,13 +60,13 @@ def save_packed(
 def load_packed(
     path: str | os.PathLike[str],
 ) -> tuple[dict[str, Tensor], list[PackedSample], dict[str, Any]]:
-    """Read the tensors, sample table and HEADER_FIELDS of a file, their contents not yet checked
-    against each other.
+    """Read the tensors, sample table and HEADER_FIELDS of a file, without checking them against
+    each other.
 
-    The tensors are the file itself, mapped into memory: pages are read when they are looked at, and
-    what is written to a tensor stays with this process.
+    The tensors are the file itself, mapped into memory: pages are read on access, and changes to a
+    tensor stay in this process.
 
-    Raises PackError when it is missing, damaged or of another origin.
+    Raises PackError if it is missing, damaged or of another origin.
     """
     path = Path(path)
     if not path.is_file():
@@ -111,8 +111,8 @@ def load_packed(
 
 
 def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor:
-    """Read one tensor of a safetensors file, mapped into memory. Raises PackError where file or
-    tensor are not there.
+    """Read one tensor of a safetensors file, mapped into memory. Raises PackError if file or tensor
+    are missing.
     """
     try:
         with again(lambda: safetensors.safe_open(path, framework="pt")) as file:

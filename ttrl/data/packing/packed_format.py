@@ -1,6 +1,4 @@
-"""What packed tensors consist of: names and dtypes of the tensors, what they hold in padding, and a
-line of the sample table.
-"""
+"""Define the packed tensors' names, dtypes and padding values, and a line of the sample table."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -8,7 +6,7 @@ from typing import Literal, TypeAlias
 import torch
 
 IGNORE_LABEL = -100
-"""The label of positions that train nothing (what torch's cross-entropy ignores by default)."""
+"""The label of untrained positions (the default ignore index of torch's cross-entropy)."""
 
 Aggregation: TypeAlias = Literal["token", "sequence", "constant"]
 
@@ -28,7 +26,7 @@ TENSOR_DTYPES: dict[str, torch.dtype] = {
     "experts": torch.int16,
 }
 OPTIONAL = frozenset({"reference_logprobs", "experts"})
-"""Tensors that may be missing."""
+"""Optional tensors."""
 
 
 @dataclass(kw_only=True)
@@ -42,10 +40,10 @@ class PackedSample:
     reward: float
     advantage: float
     groups: list[int]
-    """The path of groups that hold its tokens, from the root to its own."""
+    """The path of its tokens' groups, from the root to its own."""
     prompt_length: int
-    """Tokens before the first that was generated; how many positions of them are shared, `groups`
-    and the tensors say.
+    """Tokens before the first generated one; `groups` and the tensors show how many of their
+    positions are shared.
     """
     completion_length: int
     """Tokens of its completion, as sampled."""
@@ -53,13 +51,13 @@ class PackedSample:
     """Its labels."""
     finish_reason: str | None = None
     share: float = 1.0
-    """As in TokenizedResult: below 1 where a sample is several sequences, each with a line of its
-    own.
+    """As in TokenizedResult: below 1 for one of a sample's several sequences, each with a line of
+    its own.
     """
 
 
 def padding_value(name: str, pad_id: int) -> float | int | bool:
-    """Return what the tensor `name` holds in padding."""
+    """Return the padding value of the tensor `name`."""
     if name in ("logprobs", "reference_logprobs"):
         return float("nan")
     values = {"tokens": pad_id, "labels": IGNORE_LABEL, "assistant_mask": False}

@@ -1,10 +1,10 @@
-"""Which samples share a row: samples hang from a forest of shared beginnings, and a row stores each
-beginning in it once.
+"""Assign samples to rows: samples hang from a forest of shared beginnings, and a row stores each of
+its beginnings once.
 
-From the leaves up: what hangs from a node is one part where it fits into a row together with all of
-the node's ancestors, and is packed into as few parts as possible where it does not (row_search.py);
-the parts of the roots are the rows. Never more rows than taking the samples in the order given.
-Everything is decided by sizes, and by the order of the input only between equals.
+From the leaves up: a node's subtree is one part if it fits into a row together with all of the
+node's ancestors; otherwise it is packed into as few parts as possible (row_search.py). The parts of
+the roots are the rows. Never more rows than taking the samples in the order given. Sizes decide
+everything; the order of the input only breaks ties.
 """
 
 import heapq
@@ -17,15 +17,15 @@ from ttrl.data.packing.row_search import pack
 
 @dataclass(frozen=True)
 class Forest:
-    """Shared nodes, and the samples that hang from them. A node's parent stands before it; -1 is
-    the parent of a root.
+    """Shared nodes, and the samples hanging from them. A node's parent stands before it; -1 is the
+    parent of a root.
     """
 
     node_size: Sequence[int]
-    """Positions that a node takes in every row that holds any sample below it; may be 0."""
+    """Positions taken by a node in every row with any sample below it; may be 0."""
     node_parent: Sequence[int]
     sample_node: Sequence[int]
-    """The node from which a sample hangs; -1: none."""
+    """A sample's node; -1: none."""
     sample_size: Sequence[int]
     """Positions of the sample's own part, at least 1."""
 
@@ -38,7 +38,7 @@ class Forest:
         return path
 
     def cost(self, samples: Sequence[int]) -> int:
-        """Count the positions that the samples take in one row."""
+        """Count the positions of the samples in one row."""
         nodes = {
             node
             for attached in {self.sample_node[s] for s in samples}
@@ -61,12 +61,12 @@ def place(forest: Forest, seq_len: int, *, multiple: int = 1, seed: int = 0) -> 
     """Return rows of sample numbers, each ascending; `Forest.cost` of a row is at most `seq_len`,
     and every sample is in one row.
 
-    With `multiple` > 1 (data-parallel ranks) the number of rows is a multiple of it: where it does
-    not come out even, the least full rows are spread evenly over more (at the price of their
-    prompts once more); rows for which nothing is left are empty and last. Rows are then in the
-    order of `balance`. `seed` decides what is tried at random where rows are few.
+    With `multiple` > 1 (data-parallel ranks) the number of rows is a multiple of it: to fill up,
+    the least full rows are spread evenly over more (storing their prompts once more); rows without
+    samples are empty and last. Rows are then in the order of `balance`. `seed` decides the random
+    trials for few rows.
 
-    Every sample must fit into a row alone, with its ancestors.
+    Every sample must fit into a row by itself, with its ancestors.
     """
     assert multiple >= 1
     above = forest.above()
@@ -88,8 +88,8 @@ def place(forest: Forest, seq_len: int, *, multiple: int = 1, seed: int = 0) -> 
 
 
 def in_order(forest: Forest, seq_len: int) -> list[list[int]]:
-    """Place samples in the order given, each into the last row if there is room: what `place` is
-    measured against.
+    """Place samples in the order given, each into the last row if there is room: the baseline for
+    `place`.
     """
     rows: list[list[int]] = []
     present: set[int] = set()
@@ -116,7 +116,7 @@ def in_order(forest: Forest, seq_len: int) -> list[list[int]]:
 def _pack(forest: Forest, above: Sequence[int], seq_len: int, seed: int) -> list[list[int]]:
     """Pack node by node, children before their parents. An item's content is a list of samples."""
     nodes = len(forest.node_size)
-    # What hangs from a node and fits into a row together.
+    # A node's subtree items, each small enough for one row.
     items: list[list[Item]] = [[] for _ in range(nodes)]
     # Groups (setup, items) to pack below a node.
     parts: list[list[tuple[int, list[Item]]]] = [[] for _ in range(nodes + 1)]
@@ -174,7 +174,7 @@ def _even(forest: Forest, rows: list[list[int]], seq_len: int, multiple: int) ->
     by_cost = sorted(rows, key=forest.cost)
     smallest = by_cost[:count]
     others = by_cost[count:]
-    # Runs of samples in the order of the tree, so that the samples of a node stay together.
+    # Runs of samples in the order of the tree, to keep a node's samples together.
     paths = {
         node: forest.ancestors(node)[::-1]
         for node in {forest.sample_node[s] for row in smallest for s in row}
@@ -197,13 +197,13 @@ def _even(forest: Forest, rows: list[list[int]], seq_len: int, multiple: int) ->
 
 
 def balance(work: Sequence[float], ranks: int) -> list[int]:
-    """Return an order of rows in which rank r of `ranks` takes rows r, r + ranks, r + 2·ranks, …
-    with nearly equal work.
+    """Return an order of rows with nearly equal work for ranks: rank r of `ranks` takes rows r, r +
+    ranks, r + 2·ranks, …
 
-    Both in every step of `ranks` rows, so that none waits for the largest row of another, and in
-    sum. Rows stand by falling work, which makes the sum of what each step's largest row costs as
-    small as it can be; and in each step the largest goes to the rank with the least so far. A step
-    that is not full is last, and those with the least so far take part in it.
+    Work is nearly equal in every step of `ranks` rows, to keep ranks from waiting for another's
+    largest row, and in sum. Rows stand by falling work: this minimises the sum over steps of the
+    largest row's cost. In each step the largest goes to the rank with the least so far. An
+    incomplete step is last, and goes to the ranks with the least so far.
     """
     assert ranks >= 1
     order = sorted(range(len(work)), key=lambda row: (-work[row], row))
@@ -217,6 +217,6 @@ def balance(work: Sequence[float], ranks: int) -> list[int]:
             taken.append((so_far + work[row], rank))
         load += taken
         heapq.heapify(load)
-    # Whoever has a row of the last step takes it as one of the first ranks.
+    # Ranks with a row in the last step come first.
     dealt.sort(key=len, reverse=True)
     return [dealt[place % ranks][place // ranks] for place in range(len(work))]

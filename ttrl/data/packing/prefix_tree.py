@@ -1,20 +1,16 @@
-"""Which beginnings of samples are stored once: a tree over the tokens that stand before each
-sample's first trained one.
+"""Build the tree of beginnings stored once, over the tokens before each sample's first trained one.
 
-A node is a beginning that several samples have in common: a system prompt or few-shot examples,
-below it a question, below that the given part of a conversation, however deep. It holds positions
-from its parent's `cut` up to its own: a node of t tokens is stored without its last one, which
-everything that continues it repeats at its own beginning (so that the first label of each sample is
-predicted from a position of its own). Its cut is therefore t - 1, and a beginning of one token is
-no node.
+A node is a beginning shared by several samples: a system prompt or few-shot examples, below it a
+question, below it the given part of a conversation, to any depth. It holds positions from its
+parent's `cut` up to its own: a node of t tokens is stored without its last one, and each of its
+continuations repeats this token at its own beginning (to predict the first label of each sample
+from a position of its own). Its cut is therefore t - 1, and a beginning of one token is no node.
 
 Storing a beginning once never takes more positions than storing it several times, but a short one
-saves next to nothing and still ties its samples together in one tree: `shortest` is the number of
-positions from which on it is done for different prompts. Samples with the same prompt always share
-it.
+saves next to nothing and still ties its samples together in one tree: `shortest` is the minimum
+number of positions for different prompts. Samples with the same prompt always share it.
 
-What a model generated is never looked at: it belongs to one sample, even where others have the
-same.
+Generated tokens are never compared: they belong to one sample, even if others have the same.
 """
 
 from collections.abc import Sequence
@@ -30,15 +26,15 @@ class PrefixTree:
     """Nodes, parents first; lists with one entry per node or per sample."""
 
     cut: list[int]
-    """Positions of a sample that lie in this node or in its ancestors; at least 1, and more than
-    the parent's.
+    """Positions of a sample in this node or in its ancestors; at least 1, and more than the
+    parent's.
     """
     parent: list[int]
     """-1 for roots."""
     example: list[int]
-    """A sample that begins with the tokens of the node."""
+    """A sample beginning with the tokens of the node."""
     node_of: list[int]
-    """For each sample: the deepest node that it hangs from, or -1."""
+    """For each sample: its deepest node, or -1."""
 
 
 def prefix_tree(
@@ -52,8 +48,8 @@ def prefix_tree(
     """
     if share == "none":
         return PrefixTree([], [], [], [-1] * len(start))
-    # As bytes, which are hashed and compared by memcmp; the beginning of the sample before is this
-    # one's too, very often.
+    # As bytes, hashed and compared by memcmp; very often, this beginning equals the previous
+    # sample's.
     number_of: dict[bytes, int] = {}  # distinct beginnings, in order of their first sample
     beginning_of: list[int] = []
     first: list[int] = []
@@ -75,7 +71,7 @@ def prefix_tree(
             [int(length[sample]) for sample in first], [-1] * len(first), list(range(len(first)))
         )
     else:
-        # Big-endian, so that memcmp sorts them in the order of their tokens.
+        # Big-endian, to let memcmp sort them in the order of their tokens.
         nodes = _radix_tree(
             [np.frombuffer(text, tokens.dtype).astype(">u4").tobytes() for text in number_of]
         )
@@ -90,13 +86,11 @@ class _Nodes:
     """Tokens."""
     parent: list[int]
     example: list[int]
-    """One of the beginnings below, or the one that it is."""
+    """One of the beginnings below, or its own."""
 
 
 def _radix_tree(beginnings: Sequence[bytes]) -> _Nodes:
-    """Sort the beginnings, all different, 4 bytes per token; then neighbours tell where the
-    branches are.
-    """
+    """Sort the beginnings, all different, 4 bytes per token; then neighbours show the branches."""
     nodes = _Nodes(
         [len(text) // 4 for text in beginnings],
         [-1] * len(beginnings),
@@ -135,13 +129,13 @@ def _common_tokens(a: bytes, b: bytes) -> int:
 def _worth_keeping(
     nodes: _Nodes, first: list[int], members: list[int], beginning_of: list[int], shortest: int
 ) -> PrefixTree:
-    """Return the nodes that are stored once, renumbered with parents first."""
+    """Return the nodes to store once, renumbered with parents first."""
     has_children = [False] * len(nodes.depth)
     for parent in nodes.parent:
         if parent >= 0:
             has_children[parent] = True
     tree = PrefixTree([], [], [], [])
-    # The kept node that stands for a node: itself or its next ancestor.
+    # The kept node for a node: itself or its next ancestor.
     kept_at = [-1] * len(nodes.depth)
     for node in sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__):
         if nodes.parent[node] >= 0:

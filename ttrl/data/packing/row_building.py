@@ -1,9 +1,8 @@
-"""First rows for groups of items that share a setup (their prompt): three ways, which row_search.py
-improves and chooses from.
+"""Build first rows for groups of items with a shared setup (their prompt), in three ways;
+row_search.py improves them and chooses.
 
-A `Part` is some items of one group in one row. What a row costs: its items, and once for each group
-in it that group's setup. So a group is worth splitting only where the setup, paid once more, goes
-into room that nothing else could use.
+A `Part` is some items of one group in one row. A row costs its items, plus each contained group's
+setup once. So splitting a group pays only if the extra setup goes into otherwise useless room.
 """
 
 import random
@@ -35,10 +34,10 @@ def best_subset(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def fill(sizes: Sequence[int], room: int) -> list[int]:
-    """Return indices, ascending, of sizes that fill `room` as far as a short search finds; `sizes`
+    """Return indices, ascending, of sizes filling `room` as well as a short search can; `sizes`
     must be sorted, smallest first.
 
-    Large ones first: small ones are worth more later, when little room is left.
+    Large ones first: small ones are worth more later, in little remaining room.
     """
     taken = []
     end = bisect_right(sizes, room)
@@ -47,7 +46,7 @@ def fill(sizes: Sequence[int], room: int) -> list[int]:
         room -= sizes[end]
         taken.append(end)
     end = bisect_right(sizes, room, 0, end)
-    if end > _CANDIDATES:  # the largest, and others evenly from all that fit
+    if end > _CANDIDATES:  # the largest, and others evenly from all fitting ones
         largest = _CANDIDATES // 2
         step = (end - largest) / (_CANDIDATES - largest)
         spread = [int(end - largest - 1 - k * step) for k in range(_CANDIDATES - largest)]
@@ -59,8 +58,8 @@ def fill(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return bins of indices: largest sizes first, each into the fullest bin that still has room
-    for it. The contents of two bins always add up to more than `capacity`."""
+    """Return bins of indices: largest sizes first, each into the fullest bin with room for it. The
+    contents of two bins always add up to more than `capacity`."""
     assert all(0 < size <= capacity for size in sizes), f"sizes must lie in 1..{capacity}"
     bins: list[list[int]] = []
     # (free, bin), sorted: the first entry with enough room is the best fit.
@@ -80,8 +79,8 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def filled_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return bins of indices: the largest size that is left opens a bin, and what `fill` finds for
-    the rest of it goes along.
+    """Return bins of indices: the largest remaining size opens a bin, and `fill`
+    chooses the rest.
     """
     assert all(0 < size <= capacity for size in sizes), f"sizes must lie in 1..{capacity}"
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i], -i))
@@ -116,7 +115,7 @@ class Part:
         self.cost = setup + sum(item.size for item in items)
 
     def cut(self, room: int) -> tuple["Part", "Part"]:
-        """Return (items that fill `room`, without the setup; the others). Either may have none."""
+        """Return (items filling `room`, without the setup; the others). Either may be empty."""
         taken = set(fill([item.size for item in self.items], room))
         chosen: list[list[Item]] = [[], []]
         for index, item in enumerate(self.items):
@@ -133,8 +132,8 @@ def row_cost(row: Iterable[Part]) -> int:
 
 
 def split(key: int, setup: int, items: Sequence[Item], capacity: int) -> list[Part]:
-    """Split a group into parts that each fit into a row: as few as two ways of packing find, then
-    with the smallest rest.
+    """Split a group into parts, each small enough for a row: the fewest of two ways of packing,
+    then with the smallest rest.
     """
     if setup + sum(item.size for item in items) <= capacity:
         return [Part(key, setup, sorted(items))]
@@ -148,16 +147,16 @@ def split(key: int, setup: int, items: Sequence[Item], capacity: int) -> list[Pa
 
 
 def by_cost(parts: Iterable[Part]) -> list[Part]:
-    """Sort parts, the smallest first; those of equal cost by what they hold, so that the order of
-    the input decides nothing.
+    """Sort parts, the smallest first; those of equal cost by their contents, to be independent of
+    the input's order.
     """
     return sorted(parts, key=lambda part: (part.cost, [item.size for item in part.items]))
 
 
 def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[Row]:
-    """Build rows one after another: the largest part that is left, and whole parts that fill the
-    row. Where `worth_split` or more positions are left then, a part is cut so that a piece with its
-    own setup fills them best.
+    """Build rows one after another: the largest remaining part, and whole parts to fill the row.
+    With `worth_split` or more positions left, a part is cut to fill them best with a piece and its
+    own setup.
     """
     pool = by_cost(parts)
     costs = [part.cost for part in pool]
@@ -192,9 +191,9 @@ def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[
 
 
 def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) -> list[Row]:
-    """Place single items, the largest first, each into the row where least is left over, counting a
-    setup paid once more as left over: better than `join` where few items fit into a row, as a
-    group's items then seldom fill rows by themselves.
+    """Place single items, the largest first, each into the row with the least room left over,
+    counting an extra setup as left over: better than `join` for few items per row, as a group's
+    items then seldom fill rows by themselves.
     """
     order = sorted(
         (-item.size, key, item.number, item)
@@ -205,7 +204,7 @@ def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) 
     rows: list[dict[int, list[Item]]] = []
     free: list[int] = []
     gaps: list[tuple[int, int]] = []  # (free, row), sorted
-    homes: list[list[int]] = [[] for _ in groups]  # rows that hold some of a group
+    homes: list[list[int]] = [[] for _ in groups]  # rows with some of a group
     for _, key, _, item in order:
         setup = groups[key][0]
         best: tuple[int, int] | None = None  # (left over, row)
@@ -218,8 +217,8 @@ def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) 
                 best = (left, row)
         homes[key] = still
         at = bisect_left(gaps, (item.size + setup, -1))
-        # A gap that is a home leaves the setup more than this says; it is among the homes with what
-        # it really leaves.
+        # A home gap has more room than this: it needs no setup. It is also among the homes, with
+        # its true room.
         if at < len(gaps) and (best is None or gaps[at][0] - item.size < best[0]):
             best = (gaps[at][0] - item.size, gaps[at][1])
         if best is None:
@@ -241,7 +240,7 @@ def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) 
 
 def join_at_random(parts: Sequence[Part], capacity: int, rng: random.Random) -> list[Row]:
     """Build rows at random: each of a random part, others among the next few, and mostly a piece of
-    the part that follows.
+    the following part.
     """
     pool = by_cost(parts)
     rng.shuffle(pool)

@@ -1,8 +1,7 @@
-"""From rows of sample numbers to tensors: which tokens stand where, and everything that is known
-about them there.
+"""Lay out rows of sample numbers as tensors: each position's token and its values.
 
-A row is cut into segments: a shared node, what belongs to one sample, and the padding at its end.
-They follow each other depth first, so that whatever continues a node follows it without a gap.
+A row is cut into segments: a shared node, one sample's own tokens, and the padding at its end. They
+follow each other depth first: a node's continuations follow it without a gap.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +20,12 @@ _NUMPY_DTYPES = {
     if name not in OPTIONAL
 }
 _OF_LABELS = ("labels", "assistant_mask", "logprobs", "advantages", "weights", "weights_version")
-"""Tensors about the token that a position predicts; where nothing trained is predicted, they are as
-in padding.
-"""
+"""Tensors about a position's predicted token; padding values at untrained positions."""
 
 
 @dataclass
 class RowSegments:
-    """K segments that cover all rows without a gap, padding included; int64 [K]."""
+    """K segments covering all rows without a gap, padding included; int64 [K]."""
 
     row: np.ndarray
     length: np.ndarray
@@ -129,11 +126,11 @@ def fill(
     """Return the tensors of all rows, [B, T] as `shape` says. kept: the number in `flat` of each
     line of the sample table; weights: of one token of it.
 
-    Position k of a segment holds token `source + k`; what it predicts is token `source + k + 1`,
-    never past the end of its sample, as a sample's last trained token is not stored as an input.
+    Position k of a segment holds token `source + k` and predicts token `source + k + 1`, never past
+    the end of its sample: a sample's last trained token is not stored as an input.
     """
-    # By numpy, which asks the system for large pages: with torch.empty, getting the memory takes
-    # longer than all else here.
+    # By numpy: it asks the system for large pages. With torch.empty, allocation takes longer than
+    # all else here.
     tensors = {
         name: torch.from_numpy(np.empty(shape, dtype)) for name, dtype in _NUMPY_DTYPES.items()
     }
@@ -166,8 +163,8 @@ def fill(
         to["input_pos"][begin:stop] = counting[position : position + length]
         to["sample_ids"][begin:stop] = sample
         number = numbers[sample] if sample >= 0 else -1
-        # Positions at the beginning that predict no trained token: all of a shared node, the given
-        # part of a sample alone.
+        # Positions at the beginning without a trained label: all of a shared node, the given part
+        # of a single sample.
         if sample >= 0:
             silent = min(max(first[number] - position - 1, 0), length)
         else:

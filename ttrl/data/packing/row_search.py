@@ -1,4 +1,4 @@
-"""Rows for groups of items that share a setup: the emptiest of some first rows are dispersed over
+"""Improve rows for groups with a shared setup by dispersing the emptiest of some first rows over
 the others.
 """
 
@@ -18,17 +18,16 @@ from ttrl.data.packing.row_building import (
 )
 
 _SOURCES = 8
-"""Rows that are tried in vain for dispersal before it ends."""
+"""Vain dispersal attempts before the search ends."""
 _PIECES = 64
 """A part is never dispersed into more pieces than this."""
 _LARGE_GROUP = 2000
-"""Items; with larger groups `best_fit_items`, which looks through all rows of a group, would take
-too long.
+"""Items; for larger groups `best_fit_items` would take too long: it searches all rows of a group.
 """
 _FEW_ROWS = 100
-"""With fewer rows, where one is more than 1%, random rows are tried too."""
+"""With fewer rows, one is more than 1%: random rows are tried too."""
 _TRIALS = 6000
-"""Parts that all random trials together may place, and 64 trials at most."""
+"""The most parts placed by all random trials together, with 64 trials at most."""
 _MANY_PARTS = 20_000
 """With more parts than this, cutting them early has nothing to add, and costs as much time as the
 rest.
@@ -36,7 +35,7 @@ rest.
 
 
 class _Dispersal:
-    """Rows whose free room is kept sorted, so that the best place for a part is found at once."""
+    """Rows sorted by free room, to find the best place for a part at once."""
 
     def __init__(self, rows: Sequence[Row], capacity: int):
         self.rows = [list(row) for row in rows]
@@ -56,7 +55,7 @@ class _Dispersal:
         insort(self.gaps, (free, row))
 
     def _place(self, part: Part, log: list[tuple[int, bool]]) -> bool:
-        """Put the part into other rows, in pieces where it must; the log gets each row, and whether
+        """Put the part into other rows, in pieces if necessary; the log gets each row, and whether
         it held the group before.
         """
         for _ in range(_PIECES):
@@ -134,10 +133,9 @@ def disperse(rows: Sequence[Row], capacity: int, sources: int = _SOURCES) -> lis
 
 
 def pack(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int, seed: int = 0) -> list[Row]:
-    """Build rows for groups (setup, items), each item of which fits into a row with its setup; a
-    part's key is its group's index. The best of a few ways: whole parts, parts cut wherever a row
-    would not be full, single items; for few rows, random ones too, which depend on nothing but
-    `seed`.
+    """Build rows for groups (setup, items), each item small enough for a row with its setup; a
+    part's key is its group's index. The best of a few ways: whole parts, parts cut to fill rows,
+    single items; for few rows, random ones too, depending only on `seed`.
     """
     parts = [
         part

@@ -1,10 +1,10 @@
-"""Colours for pictures of packed rows: a hue per tree, lightness by depth, and a diverging scale
-for advantages.
+"""Choose colours for pictures of packed rows: a hue per tree, lightness by depth, and a diverging
+scale for advantages.
 
-Given in OKLCH, where equal steps of lightness look equal in every hue. The order of the hues was
-searched so that neighbouring trees differ for people with every kind of colour blindness
-(tests/data/pictures/test_colours.py computes how they see them). Pictures draw borders too, so that
-nothing rests on colour alone.
+Given in OKLCH: equal steps of lightness look equal in every hue. The order of the hues was searched
+to keep neighbouring trees distinct for every kind of colour blindness
+(tests/data/pictures/test_colours.py simulates each). Pictures draw borders too: nothing rests on
+colour only.
 """
 
 import math
@@ -24,7 +24,7 @@ FLAT = {"light": "#c9ccd1", "dark": "#565c64"}
 
 
 def group_colour(tree: int, depth: int, depths: int, theme: str = "light") -> str:
-    """Return #rrggbb for a group. depths: of the whole picture (1: roots alone), spread over the
+    """Return #rrggbb for a group. depths: of the whole picture (1: only roots), spread over the
     range of lightness.
     """
     (first, first_chroma), (last, last_chroma) = _THEMES[theme]

@@ -1,6 +1,4 @@
-"""Draw packed tensors with matplotlib, which is loaded when it is called and not needed
-otherwise.
-"""
+"""Draw packed tensors with matplotlib, loaded on the first call."""
 
 import os
 from collections.abc import Sequence
@@ -30,7 +28,7 @@ _PADDING = "#d9dadc"
 _TRAINED = "#1c1e21"
 _UNTRAINED = "#e9e9e5"
 _INK = "#5d636a"
-# Rows of a picture when none are named; columns up to which tokens are written into it.
+# Rows of a picture by default; the most columns with tokens written into it.
 _MAX_ROWS = 12
 _MAX_TEXT = 96
 # Lanes of a row, in units of about 0.13 inches, from the bottom: position, advantage, trained, tree
@@ -52,15 +50,15 @@ def plot_packed_tensors(
 ) -> "Figure":
     """Draw a figure with four lanes per row, to scale along the positions: trees of groups, trained
     positions, advantages, and the position of each token in its sample. It is saved to `path` if
-    given (as PNG where its name does not say otherwise).
+    given (as PNG unless its name says otherwise).
 
-    A hue is a tree; its root is dark, and what lies deeper stands lower and is lighter. A faint bar
-    behind a group spans all that continues it. Advantages are blue above and red-brown below a
-    common zero, on one scale for all rows. Without `rows`, the first 12 are drawn. With a
-    `tokenizer` (or a function from a token id to its text), and rows of at most 96 positions,
-    tokens are written into their places.
+    A hue is a tree; its root is dark, and deeper groups stand lower and are lighter. A faint bar
+    behind a group spans its continuations. Advantages are blue above and red-brown below a common
+    zero, on one scale for all rows. Without `rows`, the first 12 are drawn. With a `tokenizer` (or
+    a function from a token id to its text), and rows of at most 96 positions, tokens are written
+    into their places.
 
-    Raises PackError for rows that are not there, and ImportError where matplotlib is not installed.
+    Raises PackError for missing rows, and ImportError without matplotlib.
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize

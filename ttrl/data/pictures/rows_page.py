@@ -1,12 +1,11 @@
 """Show packed rows as HTML: as a page to look through (`ttrl view`), and one row as a piece of a
 report.
 
-The page needs nothing else: its one script is part of it, named by its hash in the content security
-policy, which forbids everything else, and draws from compact arrays (`row_data`), a few bytes per
-position: canvases for whole rows, and elements for a few hundred tokens at a time, so that rows of
-100,000 positions stay usable. What models wrote reaches the page only as JSON with every `<`
-escaped, and from there only as text; in a report's row the template escapes it. No token can become
-markup.
+The page needs nothing else: its one script is inline, named by its hash in the content security
+policy; the policy forbids everything else. It draws from compact arrays (`row_data`), a few bytes
+per position: canvases for whole rows, and elements for a few hundred tokens at a time, to keep rows
+of 100,000 positions usable. Model text reaches the page only as JSON with every `<` escaped, and
+from there only as text; in a report's row the template escapes it. No token can become markup.
 """
 
 import base64
@@ -40,8 +39,8 @@ from ttrl.text import spans
 MAX_BYTES = 50_000_000
 """The largest page: browsers still open it, phones hardly."""
 _BYTES_PER_POSITION = 14  # about the most: a number in the vocabulary, a log-probability
-_BYTES_PER_CHANGE = 12  # where an advantage or weight differs from the position before
-_LOGPROB_UNIT = 1e-4  # nats, to which log-probabilities are rounded on the page
+_BYTES_PER_CHANGE = 12  # for a change of advantage or weight from the position before
+_LOGPROB_UNIT = 1e-4  # nats, the rounding of log-probabilities on the page
 
 _HERE = Path(__file__).parent
 _TEMPLATES = Environment(
@@ -59,9 +58,8 @@ def packed_rows_html(
     token_text: TokenText | None = None,
     title: str = "Packed rows",
 ) -> str:
-    """Return the page of these rows, in this order; ids are shown where `token_text` is None.
-    Raises PackError for rows that are not there, and for so many that the page would be larger than
-    MAX_BYTES.
+    """Return the page of these rows, in this order; ids are shown if `token_text` is None. Raises
+    PackError for missing rows, and for a page larger than MAX_BYTES.
     """
     chosen = check_rows(packed, rows)
     tokens = int((packed.group_ids[chosen] >= 0).sum())
@@ -96,13 +94,13 @@ def packed_rows_html(
 def packed_row_html(
     packed: PackedTensors, row: int, token_text: TokenText | None = None, max_positions: int = 2048
 ) -> str:
-    """Return one row as a `<div>` without a script, for other pages: every token, with what the
-    trainer knows of it on hover.
+    """Return one row as a `<div>` without a script, for other pages: every token, with the
+    trainer's values on hover.
 
-    Ids are shown where `token_text` is None. Only the first `max_positions` positions are drawn, at
-    about 0.3 kB each; a line says how many are left. Padding is counted in the title.
+    Ids are shown if `token_text` is None. Only the first `max_positions` positions are drawn, at
+    about 0.3 kB each; a line gives the number left. Padding is counted in the title.
 
-    Raises PackError for a row that is not there.
+    Raises PackError for a missing row.
     """
     check_rows(packed, [row])
     segments = segments_of(packed, row)
@@ -141,7 +139,7 @@ def _parentage(segment: Segment) -> str:
 
 
 class _RowFacts:
-    """What is said of each position of a row."""
+    """Facts to show for each position of a row."""
 
     def __init__(self, packed: PackedTensors, row: int, token_text: TokenText | None) -> None:
         columns = (
@@ -159,8 +157,8 @@ class _RowFacts:
         self._largest = max(map(abs, self.advantages), default=0.0) or 1.0
 
     def text(self, token: int) -> str:
-        """Return a token for people: its id where its text is unknown, else the text with
-        everything made visible.
+        """Return a token for people: its id if its text is unknown, else the text with everything
+        made visible.
         """
         if self._token_text is None:
             return str(token)
@@ -173,9 +171,7 @@ class _RowFacts:
         return f"task {visible(sample.task_id)}, sample {sample.sample}"
 
     def cell(self, segment: Segment, position: int) -> dict[str, str]:
-        """Return a token's text, what it says on hover, and the colour of the advantage that
-        belongs to its label.
-        """
+        """Return a token's text, its hover text, and the colour of its label's advantage."""
         token = self.tokens[position]
         label = self.labels[position]
         advantage = self.advantages[position]
@@ -197,7 +193,7 @@ class _RowFacts:
         return {"text": self.text(token), "hover": "\n".join(lines), "bar": bar}
 
     def last(self, segment: Segment) -> dict[str, str]:
-        """Return the same for a sample's last token, which is only a label."""
+        """Return the same for a sample's last token, only a label."""
         text = self.text(segment.label)
         return {
             "text": text,
@@ -208,8 +204,8 @@ class _RowFacts:
 
 
 def script_json(value: Any) -> str:
-    """Return JSON that is safe inside a <script> element: ASCII, and nothing that an HTML parser
-    reacts to.
+    """Return JSON safe inside a <script> element: ASCII, without characters special to an HTML
+    parser.
     """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -218,14 +214,14 @@ def script_json(value: Any) -> str:
 def page_data(
     packed: PackedTensors, segments: dict[int, list[Segment]], token_text: TokenText | None
 ) -> dict[str, Any]:
-    """Return what the page's script draws from, as JSON values.
+    """Return the data of the page's script, as JSON values.
 
     rows         one per row, see `row_data`
     samples      by number in the sample table: task, sample, reward, advantage, finish reason
-    ids, texts   the vocabulary: token ids, and their texts (null where unknown); `tokens` and
+    ids, texts   the vocabulary: token ids, and their texts (null if unknown); `tokens` and
                  labels are numbers in it
     positions    seq_len
-    largest      of |advantage| over the rows, the end of the scale; 1 where all are 0
+    largest      of |advantage| over the rows, the end of the scale; 1 if all are 0
     colours      by theme, tree and depth; ups, downs and flats by theme for advantages
     """
     chosen = list(segments)
@@ -277,11 +273,11 @@ def row_data(
 
     segments     [parent, depth, tree, begin, stop, end, sample, position, label], in the order of
                  their groups; label -1 for none
-    tokens       one per position that is not padding
-    trained      [begin, stop, begin, stop, …]: runs of positions that have a label
+    tokens       one per position outside padding
+    trained      [begin, stop, begin, stop, …]: runs of positions with a label
     advantages, weights, versions     of those positions in order, as [value, count, value, count,
                                       …]
-    logprobs, reference     of those positions in order, in units of 1e-4 nats, null where unknown;
+    logprobs, reference     of those positions in order, in units of 1e-4 nats, null if unknown;
                             reference is null without one
     """
     used = segments[-1].stop if segments else 0
@@ -323,7 +319,7 @@ def row_data(
 
 
 def _runs(values: np.ndarray) -> list[float | int]:
-    """Return [1, 1, 2] as [1, 2, 2, 1], floats with the six digits that people may want to read."""
+    """Return [1, 1, 2] as [1, 2, 2, 1], floats with six digits for people."""
     pairs = ((value, sum(1 for _ in run)) for value, run in groupby(values.tolist()))
     return [
         one

@@ -17,7 +17,7 @@ from ttrl.data.pictures.segments import (
 )
 
 _HEAD = ["group", "parent", "positions", "trained", "advantage", "tokens"]
-_DEEPEST = 8  # levels that are indented
+_DEEPEST = 8  # indented levels at most
 
 
 def packed_rows_text(
@@ -32,8 +32,8 @@ def packed_rows_text(
     positions, advantage and tokens.
 
     Of long segments the first and the last tokens are shown, and always the label behind the end,
-    in brackets. width: columns that a line may take, at least 60. Texts hold no control characters
-    (`visible`). Raises PackError for rows that are not there.
+    in brackets. width: the most columns of a line, at least 60. Texts hold no control characters
+    (`visible`). Raises PackError for missing rows.
     """
     lines = [visible(title)] if title else []
     for row in check_rows(packed, rows):
@@ -88,7 +88,7 @@ def _cells(packed: PackedTensors, row: int, segment: Segment) -> list[str]:
 def _tokens(
     packed: PackedTensors, row: int, segment: Segment, token_text: TokenText | None, room: int
 ) -> str:
-    """Return the tokens in `room` columns, the middle left out where it must, and the label behind
+    """Return the tokens in `room` columns, the middle left out if necessary, and the label behind
     the end.
     """
 

@@ -1,5 +1,5 @@
-"""Read a packed row as people see it, for all pictures: segments in the shape of trees, and what
-sharing saves.
+"""Read a packed row for all pictures: segments in the shape of trees, and the savings
+from sharing.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class Segment:
 
     group: int
     parent: int
-    """The group that it continues; itself for a root."""
+    """Its parent group; itself for a root."""
     depth: int
     """0 for a root."""
     tree: int
@@ -31,16 +31,16 @@ class Segment:
     begin: int
     stop: int
     end: int
-    """One past the last position of whatever continues it, at any depth: positions stop <= t < end
-    see all of it.
+    """One past the last position of its continuations, at any depth: positions stop <= t < end see
+    all of it.
     """
     sample: int
-    """Row of the sample table, -1 where several samples share it."""
+    """Row of the sample table, -1 if several samples share it."""
     position: int
     """input_pos of its first token."""
     label: int
-    """The label of its last position, -100 where nothing is trained there: the only label that is
-    not the next token.
+    """The label of its last position, -100 if nothing is trained there: the only label besides next
+    tokens.
     """
 
 
@@ -51,13 +51,13 @@ class RowFigures:
     positions: int
     """seq_len."""
     tokens: int
-    """Positions that are not padding."""
+    """Positions outside padding."""
     trained: int
     """Labels."""
     samples: int
     trees: int
     saved: int
-    """Positions that the same samples would take more if nothing were shared."""
+    """Positions saved by sharing among the same samples."""
 
     @property
     def padding(self) -> int:
@@ -79,9 +79,7 @@ class RowFigures:
 
 
 def check_rows(packed: PackedTensors, rows: Sequence[int]) -> list[int]:
-    """Return the row numbers as ints. Raises PackError when there are none, or for those that are
-    not there.
-    """
+    """Return the row numbers as ints. Raises PackError if there are none, or for missing ones."""
     chosen = [int(row) for row in rows]
     if not chosen or not all(0 <= row < packed.num_rows for row in chosen):
         count = f"{packed.num_rows} {'row' if packed.num_rows == 1 else 'rows'}"
@@ -151,7 +149,7 @@ def figures_of_pack(packed: PackedTensors) -> RowFigures:
         (packed.parent_ids == packed.group_ids) & (packed.group_ids >= 0) & (packed.input_pos == 0)
     )
     owned = packed.sample_ids >= 0
-    # The last position of each sample's own group: what it takes alone is its position + 1.
+    # The last position of each sample's own group: without sharing, it takes its position + 1.
     alone = owned.clone()
     alone[:, :-1] &= packed.group_ids[:, 1:] != packed.group_ids[:, :-1]
     return RowFigures(

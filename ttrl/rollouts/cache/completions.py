@@ -1,5 +1,4 @@
-"""The cache of completions: answers are stored under what was asked, in one or several object
-stores.
+"""Cache completions: store answers by request, in one or several object stores.
 
     cache = Cache.of(["./answers", "s3://bucket/answers"])
     key = sample_key(request_digest(identity, body), sample)
@@ -7,8 +6,8 @@ stores.
         answer = ...
         await cache.put(key, answer, body)
 
-A cache never costs a sample: a store that fails is counted, reported once and passed over, and a
-damaged entry is a miss.
+A cache never costs a sample: a failing store is counted, reported once and skipped, and a damaged
+entry is a miss.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ CONCURRENCY = 64
 
 @dataclass
 class CacheStats:
-    """What a cache did since it was opened; counts of samples, or of operations on a store."""
+    """A cache's counts since its opening, of samples or of operations on a store."""
 
     hits: int = 0
     misses: int = 0
@@ -52,16 +51,16 @@ class CacheStats:
     back_filled: int = 0
     """Entries copied from a later store into an earlier one."""
     damaged: int = 0
-    """Reads that found something that is no whole entry of this key."""
+    """Reads of anything but a whole entry of this key."""
     failed_reads: int = 0
-    """Reads that a store failed, or that were not tried because it had just failed."""
+    """Reads failed by a store, or skipped because it had just failed."""
     failed_writes: int = 0
 
 
 @dataclass(eq=False)
 class Cache:
-    """Answers by key, over object stores that are read in order. Made by `Cache.of`; usable in
-    several event loops.
+    """Stores answers by key, in object stores read in order. Made by `Cache.of`; usable in several
+    event loops.
     """
 
     stores: tuple[Store, ...]
@@ -78,16 +77,15 @@ class Cache:
     def of(
         cls, cache: "Cache | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None"
     ) -> "Cache | None":
-        """Return a cache over an address, or over several, read in order and back-filled. None
-        stays None, a Cache itself.
+        """Return a cache over an address, or over several, read in order and back-filled. None and
+        a Cache are returned unchanged.
 
-        A folder (path, Path or file:///folder) is made by the first write. "memory://NAME" is one
-        store per name for the whole process: two caches of "memory://" share their entries, and
-        they end with the process. s3://, gs:// and az:// take their credentials from the
-        environment; options of obstore may follow as a query:
-        s3://bucket/folder?endpoint=http://host:9000.
+        The first write makes a folder (path, Path or file:///folder). "memory://NAME" is one store
+        per name for the whole process: two caches of "memory://" share their entries until the
+        process ends. s3://, gs:// and az:// take their credentials from the environment; options of
+        obstore may follow as a query: s3://bucket/folder?endpoint=http://host:9000.
 
-        Raises UserError for anything else. Whether a store can be reached shows when it is used.
+        Raises UserError for anything else. A store is first reached on use.
         """
         if cache is None or isinstance(cache, Cache):
             return cache
@@ -112,8 +110,8 @@ class Cache:
         return f"Cache({self.describe()!r})"
 
     async def get(self, key: str) -> Answer | None:
-        """Return the answer under `key`, or None. A hit in a later store is written into the
-        earlier ones first.
+        """Return the answer under `key`, or None. A hit in a later store is first copied to the
+        earlier ones.
         """
         for number, store in enumerate(self.stores):
             try:
@@ -141,10 +139,9 @@ class Cache:
         return None
 
     async def put(self, key: str, answer: Answer, request: Mapping[str, Any]) -> None:
-        """Write an answer into every store. The first writer wins, unless what lies there is
-        damaged.
+        """Write an answer into every store. The first writer wins, except over damaged entries.
 
-        request: what was asked, as in `request_digest`; it is stored for people to read.
+        request: as in `request_digest`; it is stored for people to read.
         """
         data = encode_entry(key, answer, request, datetime.now(UTC))
         if data is None:
@@ -184,7 +181,7 @@ class Cache:
                 except TooLarge:
                     pass
                 except DamagedEntry as error:
-                    if error.kind == "newer":  # a later ttrl's, who can read it
+                    if error.kind == "newer":  # a later ttrl can read it
                         return False
                 await store.overwrite(key, data)
                 return True
@@ -200,7 +197,7 @@ class Cache:
             )
 
     def _warn_once(self, store: Store, kind: str, text: str) -> None:
-        """Report the first of each kind that a store meets."""
+        """Report a store's first failure of each kind."""
         if (store.shown, kind) not in self._reported:
             self._reported.add((store.shown, kind))
             log.warning(

@@ -1,15 +1,14 @@
-"""Keys and entries of the cache: what makes two requests the same, and how an answer lies in a
-store.
+"""Define the cache's keys and entries: equality of requests, and the stored form of answers.
 
-A key is `v1/ab/<SHA-256 of the request, 64 hex digits>/<sample, five digits>.entry`, so that all
-samples of a request lie together. An entry is
+A key is `v1/ab/<SHA-256 of the request, 64 hex digits>/<sample, five digits>.entry`, so all samples
+of a request are together. An entry is
 
     ttrl-cache 1 <SHA-256 of everything after this line>\\n
     gzip of three lines: what belongs to the answer (JSON), the request (JSON), the choice as the
     server sent it (byte for byte)
 
-so `tail -n +2 FILE | zcat` shows it. The checksum covers the compressed bytes: no changed or
-missing byte gets past it.
+and `tail -n +2 FILE | zcat` shows it. The checksum covers the compressed bytes: it detects every
+changed or missing byte.
 """
 
 import gzip
@@ -33,8 +32,8 @@ ENTRY_SCHEMA = 1
 # 64 tokens with logprobs: 8.0 kB → 2.5 kB in 45 µs; level 6 makes 2.3 kB of it in 65 µs.
 COMPRESSION_LEVEL = 1
 MOST_BYTES = 2**26
-"""Of an entry, stored or unpacked: half a million tokens with logprobs. A store that others write
-to must not fill our memory.
+"""Of an entry, stored or unpacked: half a million tokens with logprobs. A store shared with other
+writers must not fill our memory.
 """
 
 _MAGIC = b"ttrl-cache "
@@ -45,7 +44,7 @@ Damage = Literal["foreign", "newer", "damaged", "misplaced"]
 
 
 class DamagedEntry(Exception):  # noqa: N818 - it never leaves the cache
-    """What lies under a key is no entry that can be served.
+    """The object under a key is no usable entry.
 
     kind: "foreign" (not written by ttrl), "newer" (written by a later ttrl), "damaged" (bytes are
         missing or changed), "misplaced" (a whole entry, of another key).
@@ -61,7 +60,7 @@ class EntryAbout(msgspec.Struct, omit_defaults=True):
 
     key: str
     written: datetime
-    """When it was first put, UTC."""
+    """Time of the first write, UTC."""
     ttrl: str
     completion_id: str = ""
     created: int = 0
@@ -95,8 +94,8 @@ _about_decoder = msgspec.json.Decoder(EntryAbout)
 
 
 def _canonical(value: Any, where: str) -> Any:
-    """Turn values that are the same JSON into the same Python: 1.0 is 1, -0.0 is 0, tuples are
-    lists, 7 as a name is "7".
+    """Turn equal JSON into equal Python values: 1.0 is 1, -0.0 is 0, tuples are lists, 7 as a name
+    is "7".
     """
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -131,16 +130,16 @@ def _canonical(value: Any, where: str) -> Any:
 def request_digest(
     identity: Mapping[str, Any] | Sequence[Any] | str, body: Mapping[str, Any]
 ) -> str:
-    """Return the SHA-256 in hexadecimal (64 digits) of who is asked and what is asked; the same in
-    every process.
+    """Return the hexadecimal SHA-256 (64 digits) of the server's identity and the request; the same
+    in every process.
 
-    identity: who answers: {"weights": digest} for weights that are known, else base URL,
+    identity: of the answering side: {"weights": digest} for known weights, else base URL,
         organisation and project. Never a key.
-    body: what is sent, without n and what only changes how it is streamed. A seed belongs to it.
+    body: the request, without n and pure streaming options. A seed belongs to it.
 
-    Requests that are equal as JSON have one digest: the order of names does not count, and 1 and
-    1.0 are the same number (true and 1 are not the same value). Raises UserError for what is no
-    JSON.
+    Requests with equal JSON have one digest: the order of names does not count, and 1 and 1.0 are
+    the same number (true and 1 are not the same value). Raises UserError for values without a JSON
+    form.
     """
     asked = {
         "schema": KEY_SCHEMA,
@@ -150,13 +149,12 @@ def request_digest(
     text = json.dumps(
         asked, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")
     )
-    # Lone surrogates must neither crash nor be taken for the character that two of them would make
-    # as escapes.
+    # Lone surrogates must neither crash nor equal the character formed by two of them as escapes.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def sample_key(digest: str, sample: int) -> str:
-    """Return where sample number `sample` (from 0) of a request lies, relative to the store's
+    """Return the path of sample number `sample` (from 0) of a request, relative to the store's
     address.
     """
     assert len(digest) == 64 and sample >= 0, (digest, sample)
@@ -164,7 +162,7 @@ def sample_key(digest: str, sample: int) -> str:
 
 
 def split_key(key: str) -> tuple[str, int] | None:
-    """Return (digest, sample) of a key; None for the name of anything that is not ours."""
+    """Return (digest, sample) of a key; None for any other name."""
     match = _KEY.fullmatch(key)
     if match:
         return (match[2], int(match[3]))
@@ -174,8 +172,8 @@ def split_key(key: str) -> tuple[str, int] | None:
 def encode_entry(
     key: str, answer: Answer, request: Mapping[str, Any], written: datetime
 ) -> bytes | None:
-    """Return the entry to store under `key`; None where it is larger than `decode_entry` reads.
-    `written`: aware, UTC.
+    """Return the entry to store under `key`; None if it is too large for `decode_entry`. `written`:
+    aware, UTC.
     """
     about = EntryAbout(
         key, written, __version__, **{field: getattr(answer, field) for field in _ANSWER_FIELDS}
@@ -193,8 +191,8 @@ def encode_entry(
 
 
 def decode_entry(key: str, data: bytes) -> Entry:
-    """Read what lies under `key`. Raises DamagedEntry for everything that is not a whole entry of
-    this very key.
+    """Read the entry under `key`. Raises DamagedEntry for anything but a whole entry of this
+    key.
     """
     if not data.startswith(_MAGIC):
         if _MAGIC.startswith(data):
@@ -229,10 +227,10 @@ def decode_entry(key: str, data: bytes) -> Entry:
 
 
 def _unpacked(packed: bytes) -> bytes:
-    """Return what was compressed, up to MOST_BYTES of it: a few hundred kilobytes can stand for a
-    gigabyte. Raises ValueError.
+    """Return the unpacked data, up to MOST_BYTES: a few hundred kilobytes can expand to a gigabyte.
+    Raises ValueError.
     """
-    unpacker = zlib.decompressobj(wbits=31)  # of gzip, whose checksum it compares
+    unpacker = zlib.decompressobj(wbits=31)  # of gzip, including its checksum
     data = unpacker.decompress(packed, MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"unpacked it is larger than {gib(MOST_BYTES)}")
@@ -246,5 +244,5 @@ def _read_about(line: bytes) -> EntryAbout:
         return _about_decoder.decode(line)
     except msgspec.ValidationError:
         raise
-    except ValueError:  # lone surrogates, which msgspec does not read
+    except ValueError:  # lone surrogates; msgspec does not read them
         return msgspec.convert(json.loads(line), EntryAbout)

@@ -1,7 +1,6 @@
-"""What a person does with a cache: look at it, take it out as JSON lines, clear it. Behind `ttrl
-cache stats|export|prune`.
+"""Inspect, export and clear a cache. Behind `ttrl cache stats|export|prune`.
 
-Everything reads entry by entry, in memory that does not grow with the cache.
+All functions read entry by entry, in memory independent of the cache's size.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ LISTED_AT_ONCE = 500
 
 @dataclass
 class Totals:
-    """What lies in a store. Times are UTC; tokens are those of the completions, as far as the
+    """The contents of a store. Times are UTC; tokens are those of the completions, as far as the
     server counted them.
     """
 
@@ -44,11 +43,9 @@ class Totals:
     newest: datetime | None = None
     models: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
-    """Objects with the name of an entry that cannot be served, by kind: damaged, foreign,
-    misplaced, newer.
-    """
+    """Unusable objects with an entry's name, by kind: damaged, foreign, misplaced, newer."""
     others: int = 0
-    """Objects beside the entries, below v1/, that are none of the cache's."""
+    """Objects below v1/ foreign to the cache."""
 
     def as_table(self) -> str:
         """Return aligned lines for a terminal."""
@@ -77,7 +74,7 @@ class Totals:
 
 @dataclass
 class Pruned:
-    """What `prune` removed, or would remove in a dry run."""
+    """The entries removed by `prune`, or to be removed in a dry run."""
 
     address: str
     entries: int
@@ -107,8 +104,8 @@ def _minutes(moment: datetime | None) -> str:
 
 
 def stats(address: str | os.PathLike[str]) -> Totals:
-    """Read every entry. Raises UserError for a store that does not exist, cannot be read, or holds
-    no entry.
+    """Read every entry. Raises UserError for a missing or unreadable store, or one without
+    entries.
     """
     store, opened = _open(address)
     totals = Totals(store.shown)
@@ -123,7 +120,7 @@ def stats(address: str | os.PathLike[str]) -> Totals:
         if isinstance(entry, DamagedEntry):
             totals.unreadable[entry.kind] += 1
             continue
-        # The one thing that grows: about 80 bytes per request.
+        # The only growing part: about 80 bytes per request.
         digests.add(bytes.fromhex(split[0])[:12])
         totals.entries += 1
         totals.tokens += entry.about.completion_tokens or 0
@@ -139,9 +136,9 @@ def stats(address: str | os.PathLike[str]) -> Totals:
 
 def export(address: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
     """Write one JSON line per entry: request, text, token ids, logprobs and the rest; atomically.
-    Returns the number of lines.
+    Return the number of lines.
 
-    Entries that cannot be read are left out; `stats` counts them. Raises UserError as `stats` does.
+    Unreadable entries are left out; `stats` counts them. Raises UserError as `stats` does.
     """
     store, opened = _open(address)
     lines = others = unreadable = 0
@@ -165,8 +162,8 @@ def prune(
     damaged_only: bool = False,
     dry_run: bool = False,
 ) -> Pruned:
-    """Remove entries: those that the store got longer than `older_than` ago, the damaged ones, or
-    with neither all of them.
+    """Remove entries: those stored longer than `older_than` ago, the damaged ones, or with neither
+    all of them.
 
     Only objects with the name of an entry are touched. Entries of a later ttrl are not damaged.
     Raises UserError as `stats` does.
@@ -237,7 +234,7 @@ def _entries(
     store: Store, opened: ObjectStore, *, read: bool = True
 ) -> Iterator[tuple[str, int, datetime, Entry | DamagedEntry | None]]:
     """Yield (name, bytes, time of writing, content) of all objects below v1/; content is None if
-    not ours or not read.
+    foreign or not read.
     """
 
     def look(name: str) -> Entry | DamagedEntry | None:
@@ -269,7 +266,7 @@ def _delete(store: Store, opened: ObjectStore, names: list[str], dry_run: bool) 
         return
     try:
         obstore.delete(opened, names)
-    except FileNotFoundError:  # somebody else removed one of them; the others, one at a time
+    except FileNotFoundError:  # another process removed one of them; the others, one at a time
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 obstore.delete(opened, name)

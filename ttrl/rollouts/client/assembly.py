@@ -1,9 +1,8 @@
-"""Completions while they are streamed: what has come of them so far, under the names of openai's
-ChatCompletion.
+"""Assemble streamed completions, under the names of openai's ChatCompletion.
 
-Text, ids and log-probabilities are collected in pieces and joined when somebody looks, so that a
-token of a long completion costs no more than one of a short one; the log-probabilities' JSON is
-kept as the server wrote it.
+Text, ids and log-probabilities are collected in pieces and joined on access, so a token of a long
+completion costs no more than one of a short one. The log-probabilities' JSON stays as the server
+wrote it.
 """
 
 from collections.abc import Callable
@@ -29,11 +28,11 @@ from ttrl.rollouts.client.wire import (
 )
 
 OnChunk: TypeAlias = Callable[[Any, Any], object]
-"""on_chunk(chunk, completion): the new chunk, and the completion so far with it. StopIteration ends
+"""on_chunk(chunk, completion): the new chunk, and the completion including it. StopIteration ends
 the chunk's choices.
 """
 STOPPED_EARLY = "stopped_early"
-"""The finish_reason of choices that `on_chunk` ended."""
+"""The finish_reason of choices ended by `on_chunk`."""
 
 
 class _RawLogprobs(msgspec.Struct):
@@ -45,17 +44,17 @@ _raw_decoder = msgspec.json.Decoder(list[_RawLogprobs])
 
 
 class LiveLogprobs:
-    """The log-probabilities of a choice so far; decoded when looked at, each token once."""
+    """The log-probabilities of a choice so far; decoded on access, each token once."""
 
     def __init__(self) -> None:
         self._raws: list[bytes] = []
-        """Of each chunk that has any, the JSON of its logprobs."""
+        """The logprobs' JSON of each chunk with any."""
         self._num_decoded = 0
         self._content: list[TokenLogprob] = []
         self._refusal: list[TokenLogprob] = []
 
     def add(self, raw: bytes) -> None:
-        """Take in the JSON of a chunk's logprobs, an object."""
+        """Add the JSON of a chunk's logprobs, an object."""
         self._raws.append(raw)
 
     def _entries(self) -> tuple[list[TokenLogprob], list[TokenLogprob]]:
@@ -79,7 +78,7 @@ class LiveLogprobs:
         return sum(count_entries(raw) or 0 for raw in self._raws)
 
     def json(self) -> bytes:
-        """Return all of it, entries as the server wrote them."""
+        """Return all of it, with entries as the server wrote them."""
         try:
             parts = _raw_decoder.decode(b"[%b]" % b",".join(self._raws))
         except ValueError:  # NaN and the like
@@ -102,13 +101,13 @@ def _joined(lists: list[msgspec.Raw]) -> bytes:
 
 
 class LiveMessage:
-    """What the model has said so far, under the names of openai's ChatCompletionMessage."""
+    """The model's message so far, under the names of openai's ChatCompletionMessage."""
 
     def __init__(self) -> None:
         self.role = "assistant"
         self._content: list[str] = []
         self._texts: dict[str, list[str]] = {"content": self._content}
-        """Pieces of the texts that have begun; those of each are joined when somebody looks."""
+        """Pieces of the started texts; each text's pieces are joined on access."""
         self.tool_calls: list[LiveToolCall] | None = None
         self.function_call: LiveFunction | None = None
 
@@ -132,7 +131,7 @@ class LiveMessage:
             self.function_call.add(delta.function_call)
 
     def __getattr__(self, name: str) -> str | None:
-        """Return one of the texts; None where nothing of it has come, not even an empty string."""
+        """Return one of the texts; None before its first piece, even an empty one."""
         if name not in TEXTS:
             raise AttributeError(name)
         pieces = self._texts.get(name)
@@ -143,7 +142,7 @@ class LiveMessage:
         return pieces[0]
 
     def json(self) -> dict[str, Any]:
-        """Return it as a server that does not stream would have sent it."""
+        """Return it in the form of an unstreamed answer."""
         message: dict[str, Any] = {
             "role": self.role,
             **{name: getattr(self, name) for name in self._texts},
@@ -168,13 +167,13 @@ class LiveChoice:
         self.stop_reason: int | str | None = None
         self.token_ids: list[int] | None = None
         self.routed_experts: str | None = None
-        """Of all of its tokens; it comes with the last chunk."""
+        """Of all its tokens; it comes with the last chunk."""
         self.stopped_early = False
         self.tokens = 0
-        """That have come, where chunks can be counted; otherwise chunks with text."""
+        """Tokens received, if chunks can be counted; otherwise chunks with text."""
 
     def add(self, part: ChunkChoice) -> int:
-        """Add a chunk's part and return how many tokens have come."""
+        """Add a chunk's part and return its number of tokens."""
         delta = part.delta
         if delta is not None:
             self.message.add(delta)
@@ -201,7 +200,7 @@ class LiveChoice:
         return new
 
     def json(self) -> bytes:
-        """Return the choice as a server that does not stream would have sent it."""
+        """Return the choice in the form of an unstreamed answer."""
         fields = {
             "index": self.index,
             "message": self.message.json(),
@@ -230,7 +229,7 @@ def has_text(delta: Any) -> bool:
 
 
 class LiveCompletion:
-    """A completion so far: `choices` in the order of their indexes, as many as have begun."""
+    """A completion so far: the started `choices` in index order."""
 
     object = "chat.completion"
 
@@ -252,11 +251,11 @@ class LiveCompletion:
         self.prompt_text: str | None = None
         self._by_index: dict[int, LiveChoice] = {}
         self._ended_here: set[int] = set()
-        """Choices whose end by `on_chunk` is known; further chunks of them are ignored."""
+        """Choices known to be ended by `on_chunk`; their further chunks are ignored."""
 
     def take(self, chunk: Chunk, shown: Any = None) -> bool:
-        """Add a chunk; True where everything has ended, and something of it here. shown: what
-        `on_chunk` sees instead.
+        """Add a chunk; return True if everything has ended, partly here. shown: replaces the chunk
+        for `on_chunk`.
         """
         had_choices = bool(chunk.choices)
         tokens = self._add(chunk)
@@ -272,8 +271,8 @@ class LiveCompletion:
         return False
 
     def _add(self, chunk: Chunk) -> int:
-        """Add a chunk and return how many tokens it brought. Parts of choices that were ended here
-        are taken out of it.
+        """Add a chunk and return its number of tokens. Removes the parts of choices already ended
+        here.
         """
         if not self.id and chunk.id:
             self.id = chunk.id
@@ -303,9 +302,7 @@ class LiveCompletion:
         return choice
 
     def _stop(self, indexes: list[int]) -> None:
-        """End the choices that `on_chunk` has marked since; where it has marked none, those of
-        these indexes.
-        """
+        """End the choices newly marked by `on_chunk`; if none, those of these indexes."""
         marked = [
             choice
             for choice in self.choices
@@ -320,20 +317,18 @@ class LiveCompletion:
 
     @property
     def is_finished(self) -> bool:
-        """Every choice that has begun has ended, and at least one has begun."""
+        """True if every started choice has ended, and at least one has started."""
         return bool(self.choices) and all(
             choice.finish_reason is not None for choice in self.choices
         )
 
     @property
     def is_complete(self) -> bool:
-        """All n choices have ended."""
+        """True if all n choices have ended."""
         return len(self.choices) >= self._n and self.is_finished
 
     def answers(self, n: int | None = None) -> list[Answer | None]:
-        """Return n entries (as many as were asked for); None for choices of which no token has
-        come.
-        """
+        """Return n entries (as many as requested); None for choices without a token."""
         usage = self.usage or Usage()
         prompt = self.prompt_token_ids
         answers = []

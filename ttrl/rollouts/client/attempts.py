@@ -1,9 +1,8 @@
-"""A request that is made of one server after another until one answers: what is counted and noted
-of it, and how it is made.
+"""Make a request to one server after another until one answers, and count its tokens.
 
-All n samples of a task come from one request that is not streamed wherever nobody listens: the
-client's cost is then a few microseconds per token, where streams or n requests of one sample cost
-several times as much. Retries are in `Servers.send`.
+Without listeners, all n samples of a task come from one request without streaming: it costs the
+client a few microseconds per token. Streams, or n requests of one sample, cost several times as
+much. Retries are in `Servers.send`.
 """
 
 from asyncio import Event
@@ -22,13 +21,13 @@ from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, loads, read_answers
 
 STREAM_INTERVAL = 8
-"""Tokens per chunk where streams are only counted: each chunk costs the client."""
-# Words in which servers refuse a request that is too long: those of OpenAI, vLLM and llama.cpp.
+"""Tokens per chunk if streams are only counted: each chunk costs the client."""
+# Words of servers refusing a request as too long: those of OpenAI, vLLM and llama.cpp.
 _TOO_LONG = (
     "context length", "context_length", "context window", "max_model_len", "maximum model length",
     "maximum input length", "context size",
 )  # fmt: skip
-# What of a request its prompt depends on.
+# Parameters the prompt depends on.
 _OF_THE_PROMPT = (
     "tools",
     "chat_template",
@@ -43,20 +42,21 @@ class CountedAttempt:
     """Count the tokens of one request; `attempt(transport)` makes it once."""
 
     n: int = 1
-    """Samples that are asked for."""
+    """Samples requested."""
     had: int = 0
-    """Of the answers' tokens, those that were there before."""
+    """Tokens of the answers sampled before this request."""
     count: Callable[[int], None] | None = None
-    """Told of k more tokens as they come; of -k where they were lost with their stream."""
+    """Called with k for new tokens; with -k for tokens lost with their stream."""
     cut: Event | None = None
-    """When set, the server is stopped, and what came is kept."""
+    """When set, the server is stopped, and all received tokens are kept."""
     base_url: str = field(default="", init=False)
-    """Of the server that was tried last."""
+    """Of the server tried last."""
     _counted: int = field(default=0, init=False)
 
     async def __call__(self, transport: Transport) -> list[Answer | None]:
-        """Return n entries, None for a choice that the server did not return. Exactly their tokens
-        are counted then, and none where it fails. Raises RequestError, also where nothing came."""
+        """Return n entries, None for missing choices; on success exactly their tokens are counted,
+        on failure none. Raises RequestError, also for an empty answer.
+        """
         self.base_url = transport.base_url
         self._counted = 0
         if self.is_cut:
@@ -68,7 +68,7 @@ class CountedAttempt:
             raise
         got = [answer for answer in answers if answer is not None]
         total = sum(answer.completion_tokens or 0 for answer in got) - self.had
-        if total != self._counted:  # not streamed, or a server that gives no ids
+        if total != self._counted:  # not streamed, or a server without ids
             self.add(total - self._counted)
         if not got and not self.is_cut:
             if self.n == 1:
@@ -81,18 +81,16 @@ class CountedAttempt:
         return answers
 
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
-        """Return what a server answers; tokens that come in a stream are told to `add`. Raises
-        RequestError.
-        """
+        """Return a server's answers; report streamed tokens to `add`. Raises RequestError."""
         raise NotImplementedError
 
     @property
     def is_cut(self) -> bool:
-        """Whether nothing more is to be sampled."""
+        """Whether to sample no more."""
         return self.cut is not None and self.cut.is_set()
 
     def add(self, tokens: int) -> None:
-        """Count tokens that have come."""
+        """Count received tokens."""
         self._counted += tokens
         if self.count is not None:
             self.count(tokens)
@@ -100,18 +98,18 @@ class CountedAttempt:
 
 @dataclass(kw_only=True)
 class ChatAttempt(CountedAttempt):
-    """A request for n samples of one prompt; streamed with `on_chunk`, `cut` or `watch`."""
+    """Requests n samples of one prompt; streamed with `on_chunk`, `cut` or `watch`."""
 
     request: ChatRequest
     messages: Sequence[Mapping[str, Any]]
     seed_offset: int = 0
-    """Added to the seed of a seeded request: the number of its first sample, as vLLM seeds choice i
+    """Added to the seed of a seeded request: the number of its first sample; vLLM seeds choice i
     with seed + i.
     """
     on_chunk: OnChunk | None = None
-    """See `stream_answers`; whatever it raises comes through, and ends the request."""
+    """See `stream_answers`; its exceptions pass through and end the request."""
     watch: OnChunk | None = None
-    """Sees chunks too, but need not see each token alone, and ends nothing."""
+    """Also sees chunks, but perhaps several tokens at once, and ends nothing."""
 
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
         request = self.request
@@ -155,8 +153,9 @@ async def without_second_beginning(
     transport: Transport,
     request: ChatRequest,
 ) -> dict[str, bool]:
-    """Return the parameter that keeps a server from putting `<bos>` before a text that begins with
-    it; nothing for other texts, and where the request says itself. Raises RequestError."""
+    """Return the parameter to keep a server from repeating the `<bos>` of a text; empty for other
+    texts, or if the request sets it. Raises RequestError.
+    """
     if "add_special_tokens" in request.parameters:
         return {"add_special_tokens": request.parameters["add_special_tokens"]}
     if await ServerTokenizer.of(transport, request.model).brings_beginning(prompt):
@@ -170,11 +169,11 @@ async def room_left(
     request: ChatRequest,
     messages: Sequence[Mapping[str, Any]],
 ) -> int | None:
-    """Return how many tokens the model could still generate; None where the error says something
-    else, 0 where the server does not tell.
+    """Return the number of tokens the model could still generate; None for another error, 0 if the
+    server does not tell.
 
-    A request is refused as a whole where prompt and `max_tokens` together are more than the
-    context, so there may be room for a shorter answer. vLLM's /tokenize tells.
+    A request is refused as a whole if prompt and `max_tokens` together exceed the context, so there
+    may be room for a shorter answer. vLLM's /tokenize tells.
     """
     if error.status not in (400, 413, 422) or not any(words in str(error) for words in _TOO_LONG):
         return None

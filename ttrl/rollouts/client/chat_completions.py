@@ -1,5 +1,5 @@
-"""What chat completions are asked for with: sampling parameters, checked before anything is sent,
-and the body of a request.
+"""Check sampling parameters before anything is sent, and make request bodies for chat
+completions.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from ttrl.rollouts.client.wire import EXPERTS
 from ttrl.text import is_number
 
 STALL_TIMEOUT = 120.0
-"""Seconds without a byte after which a stream counts as broken."""
+"""Seconds without a byte before a stream counts as broken."""
 # Sampling parameters of vLLM's chat completions that the OpenAI API does not have; they travel in
 # the request's body. fmt: off
 VLLM_PARAMS = frozenset(
@@ -70,17 +70,17 @@ def _known_parameters() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What all requests of one call have in common. Make it with `ChatRequest.of`, which checks
+    """The common part of one call's requests. Make it with `ChatRequest.of`, to check
     everything.
     """
 
     model: str
     parameters: Mapping[str, Any]
-    """Of the body, as plain JSON: everything except messages, n and how it is streamed."""
+    """Of the body, as plain JSON: everything except messages, n and streaming."""
     wants_logprobs: bool
     token_ids: bool
     stall_timeout: float = STALL_TIMEOUT
-    """Seconds without a byte after which a stream that has begun counts as broken."""
+    """Seconds without a byte before a started stream counts as broken."""
 
     @classmethod
     def of(
@@ -91,9 +91,7 @@ class ChatRequest:
         token_ids: bool,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> "ChatRequest":
-        """Check everything. Raises UserError for whatever can be known to be wrong before a request
-        is made.
-        """
+        """Check everything. Raises UserError for all errors detectable before a request."""
         if not isinstance(model, str) or not model:
             raise UserError(f"model is {model!r}; give the name under which the server serves it")
         if not is_number(stall_timeout) or stall_timeout <= 0:
@@ -120,13 +118,13 @@ class ChatRequest:
 
     @property
     def max_tokens(self) -> int | None:
-        """Of each completion; None where the server decides."""
+        """Of each completion; None if the server decides."""
         newer = self.parameters.get("max_completion_tokens")
         return newer if newer is not None else self.parameters.get("max_tokens")
 
     def limited(self, most: int) -> dict[str, int]:
-        """Return the parameter that limits each completion to `most` tokens, by the name that this
-        request has for it.
+        """Return the parameter limiting each completion to `most` tokens, by the name used in this
+        request.
         """
         return {
             "max_completion_tokens"
@@ -143,7 +141,7 @@ class ChatRequest:
         stream: bool = False,
         interval: int = 1,
     ) -> dict[str, Any]:
-        """Return what is sent. interval: tokens per chunk, for servers that know vLLM's
+        """Return the request body. interval: tokens per chunk, for servers with vLLM's
         stream_interval.
         """
         body = {
@@ -164,8 +162,8 @@ class ChatRequest:
         return body
 
     def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what an answer depends on: the body without n and without how it is streamed. The
-        seed stays in it.
+        """Return the inputs of an answer: the body without n and streaming. The seed stays in
+        it.
         """
         body = {"model": self.model, "messages": messages, **self.parameters}
         body.pop("stream_interval", None)
@@ -173,11 +171,10 @@ class ChatRequest:
 
 
 def checked_parameters(params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return sampling parameters by name, those of `extra_body` among them.
+    """Return sampling parameters by name, including those of `extra_body`.
 
-    Parameters that are None are left to the server. Raises UserError for names that neither the
-    OpenAI API nor vLLM knows (vLLM would ignore a misspelt one without a word) and for values that
-    cannot be meant.
+    None leaves a parameter to the server. Raises UserError for names unknown to both the OpenAI API
+    and vLLM (vLLM would ignore a misspelt one without a word) and for invalid values.
     """
     if params is None:
         return {}
@@ -219,7 +216,7 @@ def checked_parameters(params: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_int(name: str, value: object, *, at_least: int) -> None:
-    """Raise UserError for what is no whole number, or a smaller one."""
+    """Raise UserError for anything but a whole number of at least this."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise UserError(f"{name} is {value!r}; give a whole number of at least {at_least}")
 
@@ -234,15 +231,13 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
 
 
 def _is_left_out(value: object) -> bool:
-    """Return whether this is the openai client's mark for an argument that was not given
-    (NOT_GIVEN, omit).
-    """
+    """Return whether this is the openai client's mark for an omitted argument (NOT_GIVEN, omit)."""
     return isinstance(value, NotGiven) or type(value).__name__ == "Omit"
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return plain JSON values: openai's own objects become what they stand for. Raises UserError
-    for what has no JSON.
+    """Return plain JSON values, also of openai's own objects. Raises UserError for values without a
+    JSON form.
     """
     if value is None or isinstance(value, str | bool):
         return value

@@ -1,5 +1,5 @@
-"""Reads what a server returned: choices into Samples, with ids and logprobs checked, and into
-openai's types for graders.
+"""Convert a server's choices into Samples, with checked ids and logprobs, and into openai's types
+for graders.
 """
 
 import copy
@@ -21,15 +21,15 @@ from ttrl.rollouts.client.wire import Answer, as_texts, is_ids, text_of
 from ttrl.text import is_number
 
 UNKNOWN_LOGPROB = -9999.0
-"""What vLLM sends for a logprob that it does not know: JSON has no NaN."""
+"""vLLM's value for an unknown logprob: JSON has no NaN."""
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def writable(text: str) -> str:
-    """Replace lone surrogates, which JSON can carry but no UTF-8 file can hold: one of them would
-    cost the whole file.
+    """Replace lone surrogates: JSON can hold them, but in a UTF-8 file one would cost the whole
+    file.
     """
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -50,7 +50,7 @@ class _Message(msgspec.Struct):
 
 
 class _Read(msgspec.Struct):
-    """Of a choice, what a sample keeps."""
+    """The fields of a choice kept in a sample."""
 
     message: _Message | None = None
     finish_reason: str | None = None
@@ -72,15 +72,14 @@ def read_choice(
     logprobs: bool,
     strings: bool = False,
 ) -> None:
-    """Copy text, finish reason, ids and logprobs into the sample; without ids, and where `strings`
-    says so, also the logprobs' own tokens, by which they can be checked against ids.
+    """Copy text, finish reason, ids and logprobs into the sample; without ids or with `strings`
+    also the logprobs' own tokens, for checking them against ids.
 
-    vLLM: `prompt_token_ids` lies in the response, `token_ids` in the choice; ids and logprobs both
-    include the sampled end-of-turn token, which the text does not. A token whose logprob is unknown
-    carries -9999.
+    In vLLM, the response has `prompt_token_ids`, the choice `token_ids`. Ids and logprobs both
+    include the sampled end-of-turn token; the text does not. A token of unknown logprob has -9999.
 
-    Raises TokenizationError when ids and logprobs are missing or disagree, ServerError when the
-    server gave up on the completion.
+    Raises TokenizationError if ids and logprobs are missing or disagree, ServerError if the server
+    gave up on the completion.
     """
     read = _read(answer, place)
     if read.message is None:
@@ -132,8 +131,8 @@ def read_choice(
 
 
 def _token_bytes(answer: Answer, count: int) -> list[str] | None:
-    """Return the bytes of each log-probability's token as Latin-1 text; None where the server does
-    not give them all.
+    """Return the bytes of each log-probability's token as Latin-1 text; None if some are
+    missing.
     """
     try:
         content = _loads(answer.choice)["logprobs"]["content"] or ()
@@ -157,7 +156,7 @@ def _read(answer: Answer, place: str) -> _Read:
         return _read_decoder.decode(answer.choice)
     except ValueError:
         pass
-    # NaN, halves of surrogate pairs, and whatever is not of the type that it should be.
+    # NaN, halves of surrogate pairs, and values of wrong types.
     choice = _json(answer, place)
     message = choice.get("message")
     logprobs = choice.get("logprobs")
@@ -213,19 +212,18 @@ def _json(answer: Answer, place: str = "choice") -> dict[str, Any]:
 
 
 class _LazyLogprobs(ChoiceLogprobs):
-    """Openai's ChoiceLogprobs, built when it is first looked into: it is most of a choice, and few
-    graders look.
+    """Openai's ChoiceLogprobs, built on first access: it is most of a choice, and few graders use
+    it.
 
-    Every way of looking reads an attribute; from the first one on the object is a plain
-    ChoiceLogprobs.
+    Every access reads an attribute; the first one turns the object into a plain ChoiceLogprobs.
     """
 
     def __getattribute__(self, name: str) -> Any:
         fields = _raw_fields(self)
         object.__setattr__(self, "__class__", ChoiceLogprobs)
-        if "source" in fields:  # otherwise a copy of one that was built
+        if "source" in fields:  # otherwise a copy of a built one
             source = _logprobs_json(fields["source"])
-            try:  # as the openai client does with what may be null
+            try:  # as the openai client does with nullable values
                 built = ChoiceLogprobs.model_validate(source)
             except ValueError:
                 built = ChoiceLogprobs.construct(**source)
@@ -240,7 +238,7 @@ class _LazyLogprobs(ChoiceLogprobs):
 
 
 def _raw_fields(model: BaseModel) -> dict[str, Any]:
-    """Return the `__dict__` of any model, even of one that hides it."""
+    """Return the `__dict__` of any model, even if the model hides it."""
     fields: dict[str, Any] = object.__getattribute__(model, "__dict__")
     return fields
 
@@ -252,9 +250,7 @@ def _lazy(source: "msgspec.Raw | Sequence[float]") -> ChoiceLogprobs:
 
 
 def unbuilt_logprobs(choice: Choice) -> bytes | None:
-    """Return the JSON of a choice's logprobs where nobody has looked into them yet, to be passed on
-    unread; else None.
-    """
+    """Return the JSON of a choice's unread logprobs, for passing on; None after a first access."""
     logprobs = choice.__dict__.get("logprobs")
     if type(logprobs) is _LazyLogprobs:
         source = _raw_fields(logprobs).get("source")
@@ -291,17 +287,18 @@ _parts_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def openai_choice(answer: Answer, index: int | None = None) -> Choice:
-    """Build the choice as the openai client would, with every field that the server sent; its
-    logprobs on first access.
+    """Build the choice as the openai client would, with every field from the server; its logprobs
+    on first access.
 
-    Content is a text, so that a grader may say choice.message.content.strip(): content in parts is
+    Content is a text, so a grader may use choice.message.content.strip(): content in parts is
     joined, and null is "" if no tool is called.
+
     index: replaces the one in the answer.
     """
     try:
         raws = _parts_decoder.decode(answer.choice)
         logprobs = raws.pop("logprobs", None)
-        raws.pop("routed_experts", None)  # megabytes that no grader reads
+        raws.pop("routed_experts", None)  # megabytes no grader reads
         fields = {name: msgspec.json.decode(raw) for name, raw in raws.items()}
     except ValueError:
         fields = _json(answer)
@@ -330,9 +327,7 @@ _ModelT = TypeVar("_ModelT", ChatCompletionMessage, Choice)
 
 
 def _model(kind: type[_ModelT], values: dict[str, Any]) -> _ModelT:
-    """Return `kind.construct(**values)`, in a tenth of the time where no field has a structure of
-    its own.
-    """
+    """Return `kind.construct(**values)`, in a tenth of the time if all fields are simple values."""
     defaults = _defaults(kind)
     for name, value in values.items():
         if type(value) not in _SIMPLE and name in defaults and value != []:
@@ -360,9 +355,9 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def with_messages(choice: Choice, messages: list[dict[str, Any]], sample: Sample) -> Choice:
-    """Set what graders of rollouts are given: `choice.messages`, the last conversation with its
-    reply, and `choice.turns`: of each reply in the order in which they were asked for: the messages
-    with it, the tools, the finish reason.
+    """Set two fields for graders of rollouts: `choice.messages`, the last conversation with its
+    reply, and `choice.turns`, in request order: each reply's messages with it, tools and finish
+    reason.
     """
     turns = sample.turns or []
     told = [
@@ -373,15 +368,16 @@ def with_messages(choice: Choice, messages: list[dict[str, Any]], sample: Sample
         }
         for n, turn in enumerate(turns)
     ]
-    # One copy, in which what the conversations share is shared. They are extra fields of openai's
+    # One copy, to keep the conversations' shared parts shared. They are extra fields of openai's
     # model.
     choice.messages, choice.turns = copy.deepcopy((messages, told))  # type: ignore[attr-defined]
     return choice
 
 
 def choice_of_sample(sample: Sample) -> Choice:
-    """Rebuild the choice that a sample was made of, as far as the sample knows it: token strings
-    are empty, and tool calls are lost but for those of rollouts, of which it is the last choice."""
+    """Rebuild a sample's choice from its data: token strings are empty, and tool calls are lost
+    except in rollouts; of them it is the last choice.
+    """
     message = {"role": "assistant", "content": sample.text}
     logprobs = sample.logprobs
     ids = sample.token_ids
@@ -411,8 +407,8 @@ def choice_of_sample(sample: Sample) -> Choice:
 
 
 def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
-    """Build a completion of openai's from one or several answers to the same request; its choices
-    are numbered in this order.
+    """Build a completion of openai's from one or several answers to the same request, with its
+    choices numbered in this order.
     """
     assert answers, "a completion has at least one choice"
     first = answers[0]

@@ -1,13 +1,13 @@
-"""The exact text of token ids, as a vLLM server's own tokenizer has it, asked over HTTP.
+"""Get the exact text of token ids from a vLLM server's own tokenizer over HTTP.
 
-Two things that vLLM says are no exact text by themselves:
+Two answers of vLLM are not exact text by themselves:
 
-- POST /detokenize decodes whole lists and writes special tokens out, which a completion's text
-  leaves out. Which ids are special no endpoint tells, but a completion that can be nothing else
-  than one such token (`allowed_token_ids`) has an empty text.
-- A completion's text is made token by token: bytes of a character that is not complete yet are held
-  back, and so is the end of a stream that might become a stop string. A completion that *begins* in
-  the middle of a character begins, in vLLM 0.32, with the whole prompt's text.
+- POST /detokenize decodes whole lists and includes special tokens; a completion's text omits them.
+  No endpoint lists the special ids. But a completion limited to one such token
+  (`allowed_token_ids`) has an empty text.
+- A completion's text is made token by token: bytes of an incomplete character are held back, and so
+  is the end of a stream if it might become a stop string. A completion *beginning* in the middle of
+  a character begins, in vLLM 0.32, with the whole prompt's text.
 
 The other direction matters for prompts sent as text: vLLM puts the tokenizer's special tokens
 before them (`<bos>`), even if the text begins with the same tokens. `brings_beginning` finds such
@@ -29,22 +29,20 @@ from ttrl.text import one_line
 logger = logging.getLogger(__name__)
 
 INCOMPLETE = "\ufffd"
-"""What bytes decode to that are no complete character: vLLM holds a text back as long as it ends
-with this.
-"""
+"""The decoded form of incomplete characters: vLLM holds a text back while it ends with this."""
 
 PROMPTS = 64
-"""Prompts whose text is remembered, per server."""
+"""Prompts with remembered text, per server."""
 
 
 class ServerTokenizer:
-    """One server's tokenizer, and what is known of it by now. `of` gives the same one for the same
+    """One server's tokenizer with a cache of answers. `of` gives the same one for the same
     transport.
     """
 
     def __init__(self, transport: Transport, model: str) -> None:
         # The transport is the key of `_tokenizers`: a strong reference to it would keep it there
-        # for ever.
+        # forever.
         self._transport = weakref.ref(transport)
         self._model = model
         self._special: dict[int, bool] = {}
@@ -69,8 +67,9 @@ class ServerTokenizer:
         return transport
 
     async def context(self) -> int | None:
-        """Return the longest sequence, prompt and completion, in tokens; None where the server does
-        not say. Raises RequestError."""
+        """Return the longest sequence, prompt and completion, in tokens; None if the server does
+        not say. Raises RequestError.
+        """
         if not self._asked_context:
             answer = _decoded(await self._server().get("/models"))
             for model in answer.get("data") or ():
@@ -84,8 +83,9 @@ class ServerTokenizer:
         return self._context
 
     async def brings_beginning(self, prompt: str) -> bool:
-        """Return whether a text begins with the special tokens that this server puts before texts,
-        so that `add_special_tokens` would double them. Raises RequestError."""
+        """Return whether a text begins with the special tokens this server puts before texts;
+        `add_special_tokens` would double them. Raises RequestError.
+        """
         async with self._asking_beginning:
             if self._beginning is None:
                 self._beginning = await self._added_before_texts()
@@ -123,7 +123,7 @@ class ServerTokenizer:
         return text
 
     async def is_special(self, token: int) -> bool:
-        """Return whether a completion's text leaves this token out. Raises RequestError."""
+        """Return whether a completion's text omits this token. Raises RequestError."""
         if token not in self._special:
             body = {
                 "model": self._model,
@@ -132,7 +132,7 @@ class ServerTokenizer:
                 "temperature": 0.0,
                 "ignore_eos": True,
             }
-            # A stop token is part of the text only where that is asked for.
+            # A stop token is part of the text only on request.
             body |= {
                 "allowed_token_ids": [token],
                 "return_token_ids": True,
@@ -172,12 +172,13 @@ class ServerTokenizer:
         skip_special: bool,
         place: str,
     ) -> str:
-        """Return what `ids` add to the text after `prompt`, an unfinished character at the end
-        included (it ends with INCOMPLETE then).
+        """Return the text of `ids` after `prompt`, including an unfinished character at the end
+        (then it ends with INCOMPLETE).
 
-        begins: what is known of the text, exactly; the ids must agree with it. skip_special: the
-        request's skip_special_tokens. Raises TokenizationError where they do not agree,
-        RequestError where the server cannot be asked.
+        begins: the known text, exactly; the ids must agree with it.
+        skip_special: the request's skip_special_tokens.
+
+        Raises TokenizationError if they disagree, RequestError if the server cannot be asked.
         """
         base = await self._prompt_text(prompt)
         while True:
@@ -190,7 +191,7 @@ class ServerTokenizer:
             agrees = whole.startswith(base) and text.startswith(begins)
             if not skip_special:
                 break
-            # A special token that is still in it shows behind what is known, or where the two part.
+            # A remaining special token shows behind the known text, or at the first difference.
             candidates = [i for i in dict.fromkeys(kept) if i not in self._special]
             strings = {
                 i: await self._string(i)
@@ -203,7 +204,7 @@ class ServerTokenizer:
             ]
             for i in seen:
                 await self.is_special(i)
-            # Nor has another sample found one meanwhile.
+            # No other sample has found one meanwhile.
             if not any(self._special.get(i, False) for i in kept):
                 break
         if not agrees:
@@ -224,8 +225,8 @@ class ServerTokenizer:
         skip_special: bool,
         place: str,
     ) -> str:
-        """Return the text that the server would show for `ids`: `text`, without the unfinished
-        character at its end.
+        """Return the server's text for `ids`: `text`, without the unfinished character at its
+        end.
         """
         count = len(ids)
         while True:
@@ -241,8 +242,8 @@ _tokenizers: "weakref.WeakKeyDictionary[Transport, ServerTokenizer]" = weakref.W
 
 
 def _tail(candidates: list[int], ids: Sequence[int], text: str, begins: str) -> list[int]:
-    """Return the candidates that can have made the text behind what is known: a character has at
-    most 4 bytes.
+    """Return the possible origins of the text behind the known part: a character has at most 4
+    bytes.
     """
     behind = len(text) - len(begins)
     if not behind:
@@ -252,11 +253,11 @@ def _tail(candidates: list[int], ids: Sequence[int], text: str, begins: str) -> 
 
 
 def _shows(string: str, text: str, begins: str) -> bool:
-    """Return whether `string` stands in `text` over the place where it leaves what is known, or
-    behind that.
+    """Return whether `string` in `text` overlaps or follows the first difference from the known
+    text.
 
-    A special token within a character leaves the bytes before it unfinished: they stand before the
-    token there.
+    A special token within a character leaves the bytes before it unfinished: there they stand
+    before the token.
     """
     parts = next(
         (k for k, (a, b) in enumerate(zip(text, begins, strict=False)) if a != b),

@@ -1,4 +1,4 @@
-"""Failures of requests as RequestErrors: refusals in the server's own words, timeouts, broken
+"""Turn failed requests into RequestErrors: refusals in the server's own words, timeouts, broken
 connections.
 """
 
@@ -29,9 +29,7 @@ def root_of(base_url: str) -> str:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a server asks to wait, which it may write as a number or as a
-    date.
-    """
+    """Return the seconds a server asks to wait, given as a number or a date."""
     for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
         value = headers.get(name)
         if value is None:
@@ -60,8 +58,8 @@ def status_error(
     *,
     address: bool = False,
 ) -> RequestError:
-    """Return a refusal, in the server's own words; where only an `address` was given, with what is
-    likely wrong with that.
+    """Return a refusal in the server's own words; for an `address` with a hint at its likely
+    mistake.
     """
     parsed = loads(body)
     if isinstance(parsed, dict):
@@ -76,7 +74,7 @@ def status_error(
     if _NO_PARSER.search(text):
         text = f"{_NAME_A_PARSER} (vLLM: {text})"
     if len(secret) >= 8:
-        text = text.replace(secret, "…")  # some servers repeat the key that they refuse
+        text = text.replace(secret, "…")  # some servers repeat the refused key
     if address and status == 401 and "OPENAI_API_KEY" not in text:
         text += " (an address's key is taken from OPENAI_API_KEY)"
     if address and status == 404 and not place.rstrip("/").endswith("/v1") and "/v1" not in text:
@@ -105,7 +103,7 @@ def connection_error(place: str, error: BaseException | str) -> RequestError:
 
 
 def too_large(place: str, most: int) -> RequestError:
-    """Return the error of an answer that is larger than anything that was asked for."""
+    """Return the error of an answer larger than any expected one."""
     return RequestError(
         f"{place}: the server's answer is larger than {gib(most)}; what was asked for has less",
         "malformed",
@@ -113,7 +111,7 @@ def too_large(place: str, most: int) -> RequestError:
 
 
 async def collected(parts: AsyncIterable[bytes], most: int, place: str) -> bytes:
-    """Put a body together. Raises RequestError for more than `most` bytes: a server may send
+    """Join the parts of a body. Raises RequestError for more than `most` bytes: a server may send
     without end.
     """
     found = []

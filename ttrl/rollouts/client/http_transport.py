@@ -1,9 +1,9 @@
-"""Requests over aiohttp, to servers that are given by their address.
+"""Send requests over aiohttp, to servers given by address.
 
 Client CPU per token, 64 tokens a completion (tools/bench_client.py): 2.2 µs for 16 samples of one
-request, 12 µs for one; streamed with 8 tokens a chunk 6 and 19 µs. Through an openai client it is
-three to six times as much. A protocol of our own instead of aiohttp's reader saves streams 15 to 40
-%, which is not worth its 300 lines.
+request, 12 µs for one; streamed with 8 tokens a chunk 6 and 19 µs. An openai client takes three to
+six times as much. Our own protocol instead of aiohttp's reader saves streams 15 to 40 %, not worth
+its 300 lines.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from ttrl.rollouts.client.wire import encoded, most_bytes
 from ttrl.text import one_line
 
 READ_TIMEOUT = 3600.0
-"""Seconds without a byte, for servers given as a base URL: a long answer that is not streamed takes
-as long as it takes.
+"""Seconds without a byte, for servers given as a base URL: a long answer without streaming may take
+any time.
 """
 CONNECT_TIMEOUT = 30.0
 KEEP_ALIVE = 4.0
-"""Seconds; uvicorn closes after 5: a request must not be sent into a connection that the server is
-just closing.
+"""Seconds; uvicorn closes after 5: no request must go into a connection the server is just
+closing.
 """
 _REFUSAL_BYTES = 2**20
 
 
 @dataclass(eq=False)
 class HTTPTransport:
-    """One server by its address: one aiohttp session, made in the loop that first needs it, without
-    a limit on connections.
+    """One server by its address: one aiohttp session, made in the first loop using it, without a
+    limit on connections.
     """
 
     base_url: str
@@ -50,7 +50,7 @@ class HTTPTransport:
     proxy: str | None = field(default=None, repr=False)  # it may hold a password
     read_timeout: float | None = READ_TIMEOUT
     is_address: bool = False
-    """Only an address was given, so its key is OPENAI_API_KEY's."""
+    """Only an address was given; its key is OPENAI_API_KEY's."""
     _session: aiohttp.ClientSession | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class HTTPTransport:
         root: bool = False,
         timeout: float | None = None,
     ) -> bytes:
-        """Make a request as `Transport.post` says; body: None for a GET."""
+        """Make a request as specified by `Transport.post`; body: None for a GET."""
         method, data = ("GET", None) if body is None else ("POST", encoded(body))
         limits = aiohttp.ClientTimeout(
             total=timeout, sock_connect=CONNECT_TIMEOUT, sock_read=self.read_timeout
@@ -108,8 +108,8 @@ class HTTPTransport:
     async def stream(
         self, path: str, body: Mapping[str, Any]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        # aiohttp would set a new timer for every read; the reader of the stream watches it at a
-        # fraction of that cost.
+        # aiohttp would set a new timer for every read; the stream's reader watches time at a
+        # fraction of the cost.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
         headers = {"Accept": "text/event-stream, application/json"}
         opening = self.session().post(
@@ -134,7 +134,7 @@ class HTTPTransport:
     async def _refusal(self, response: aiohttp.ClientResponse) -> RequestError:
         key = self.headers.get("Authorization", "").removeprefix("Bearer ")
         data = b""
-        with contextlib.suppress(RequestError):  # nobody has so much to say
+        with contextlib.suppress(RequestError):  # no refusal is this long
             data = await collected(response.content.iter_any(), _REFUSAL_BYTES, self.base_url)
         return status_error(
             self.base_url, response.status, data, response.headers, key, address=self.is_address
@@ -170,8 +170,8 @@ class HTTPTransport:
 
 
 class _Parts:
-    """The bytes of a stream as they come. No generator: one that is left early would be closed by a
-    task of its own.
+    """The bytes of a stream as they arrive. Not a generator: leaving one early would close it in a
+    separate task.
     """
 
     __slots__ = ("_read", "_transport")
@@ -202,8 +202,9 @@ _KEEP_ALIVE_OPTIONS += [
 
 
 def _keep_alive_socket(address: Any) -> socket.socket:
-    """Make a socket whose kernel notices a machine that is gone, which closes no connection: the
-    request fails after two minutes."""
+    """Make a socket with keep-alive: a dead machine closes no connection, but its requests then
+    fail after two minutes.
+    """
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     with contextlib.suppress(OSError):  # a convenience only

@@ -1,4 +1,4 @@
-"""Requests through the caller's own OpenAI client, with its settings, hooks, proxies and
+"""Send requests through the caller's own OpenAI client, with its settings, hooks, proxies and
 credentials.
 """
 
@@ -22,13 +22,11 @@ from ttrl.rollouts.client.wire import most_bytes
 from ttrl.text import one_line
 
 _RAW = "X-Stainless-Raw-Response"
-"""The header with which the openai client marks requests whose answers it is not to parse."""
+"""The openai client's header for requests with unparsed answers."""
 
 
 class ClientTransport:
-    """Requests through an openai client as it is; only the parsing of answers, and the retries, are
-    ours.
-    """
+    """Sends requests through an unchanged openai client; only parsing and retries are ours."""
 
     read_timeout: float | None = None  # the client's own timeouts hold
 
@@ -117,7 +115,7 @@ class ClientTransport:
             ) from error
         except openai.APIConnectionError as error:
             raise connection_error(place, _root_cause(error)) from error
-        # No key, no credentials: the client gave up before it sent anything.
+        # No key, no credentials: the client failed before sending anything.
         except openai.OpenAIError as error:
             raise RequestError(
                 f"{place}: the client could not send the request: {one_line(str(error))}", "status"
@@ -152,6 +150,6 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _http_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of whichever HTTP library the openai client has loaded."""
+    """Return the errors of the HTTP library loaded by the openai client."""
     modules = (sys.modules.get("httpx"), sys.modules.get("httpx2"))
     return tuple(module.RequestError for module in modules if module is not None)

@@ -1,15 +1,14 @@
-"""The opening of a reply: the part of the model's turn that its content lacks, as the prompt or the
-server holds it.
+"""Find the opening of a reply: the part of the model's turn missing in its content, but held by the
+prompt or the server.
 
-A chat template may write `<think>` itself, and a request may ask to go on with a message that is
-begun. A server with a reasoning parser takes the thinking out of the content, and its tags away. A
-grader that judges a reply's form needs both. They become the choice's field `opening`, so that
-`opening + content` is what the model's turn looks like from its start.
+A chat template may write `<think>` itself, and a request may ask to continue a started message. A
+server with a reasoning parser removes the thinking and its tags from the content. A grader of a
+reply's form needs both. They become the choice's field `opening`; `opening + content` is the
+model's turn from its start.
 
-Tags count only where they are known to be there. vLLM says how it rendered the prompt
-(`return_prompt_text`), and the log-probabilities name the first token, which tells whether the
-model itself opened the thinking that a parser took out. Other servers say neither: their word that
-there was thinking is believed.
+Tags count only if known to be there. vLLM returns the rendered prompt (`return_prompt_text`). The
+log-probabilities name the first token, and it shows whether the model itself opened the thinking
+removed by a parser. Other servers give neither: their report of thinking is believed.
 """
 
 import re
@@ -22,7 +21,7 @@ from ttrl.rollouts.client.wire import Answer, encoded
 
 START = "<think>"
 END = "</think>"
-# Thinking that the end of a prompt opens, or opens and closes.
+# Thinking opened, or opened and closed, at the end of a prompt.
 _AT_THE_END = re.compile(rf"{START}\s*(?:[^<]*{END}\s*)?(?:<answer>\s*)?$")
 _EMPTY = re.compile(rf"\s*{START}\s*{END}\s*")
 _LOOKED_AT = 4000
@@ -70,11 +69,10 @@ def with_opening(
 
 
 def prefilled(prompt: str, continued: str = "") -> str:
-    """Return the end of a rendered prompt that belongs to the reply. continued: the begun message
-    to go on with.
+    """Return the end of a rendered prompt belonging to the reply. continued: the started message to
+    continue.
 
-    An empty block of thinking at the end is how templates switch thinking off. It is no part of the
-    reply.
+    Templates switch thinking off by an empty block at the end. It is no part of the reply.
     """
     if continued and prompt.endswith(continued):
         return prefilled(prompt.removesuffix(continued)) + continued
@@ -117,8 +115,8 @@ def _of_choice(choice: bytes, begun: str | None) -> str:
 
 
 def _opens_thinking(logprobs: _Entries | None) -> bool:
-    """Return whether the model began with the tag that the parser took off. Without tokens, the
-    parser's word counts.
+    """Return whether the model began with the tag removed by the parser. Without tokens, the
+    parser's report counts.
     """
     if logprobs is None or not logprobs.content:
         return True

@@ -1,7 +1,8 @@
-"""Replies to prompts given as text or token ids (POST /completions), in the shape of a chat's.
+"""Sample replies to prompts given as text or token ids (POST /completions), in the form of a
+chat's.
 
-No chat template is used. A text gets the special tokens that the model's tokenizer begins with
-(`<bos>`) exactly once, whether it brings them or not.
+No chat template is used. A text gets the tokenizer's special first tokens (`<bos>`) exactly once,
+whether it includes them or not.
 """
 
 from typing import Any
@@ -24,8 +25,8 @@ _OF_CHATS = frozenset([
 
 
 async def sample_after_prompt(attempt: ChatAttempt, transport: Transport) -> list[Answer | None]:
-    """Return the answer to an attempt whose only message is a prompt; nothing of it is streamed.
-    Raises RequestError.
+    """Return the answer to an attempt with a single prompt message; nothing is streamed. Raises
+    RequestError.
     """
     request = attempt.request
     prompt = raw_prompt(attempt.messages)

@@ -1,5 +1,5 @@
-"""Streams of chat completions: server-sent events into chunks, chunks into a completion, until it
-ends, stalls or is ended.
+"""Read streams of chat completions: server-sent events into chunks, chunks into a completion, until
+it ends, stalls or is ended.
 """
 
 import asyncio
@@ -27,22 +27,20 @@ from ttrl.rollouts.client.wire import (
 )
 
 LAST_BYTES = 0.25
-"""Seconds to wait after [DONE] for the end of the HTTP body, with which the connection can be used
-again.
-"""
+"""Seconds to wait after [DONE] for the end of the HTTP body, to reuse the connection."""
 
 
 class Events:
     """Splits a stream of bytes, cut anywhere, into the data of its server-sent events."""
 
     def __init__(self) -> None:
-        # Of an event that is not complete: one that comes in many parts is joined once.
+        # Of an incomplete event: many parts are joined only once.
         self._parts: list[bytes] = []
         self._held = b""
         self._is_first = True
 
     def feed(self, part: bytes) -> list[bytes]:
-        """Return the data of the events that are complete now."""
+        """Return the data of the events complete by now."""
         part = self._held + part
         self._held = b""
         if self._is_first:
@@ -51,7 +49,7 @@ class Events:
                 return []
             part = part.removeprefix(b"\xef\xbb\xbf")
             self._is_first = False
-        if b"\r" in part:  # within JSON it is escaped, so it only ends lines
+        if b"\r" in part:  # escaped within JSON, so it only ends lines
             if part.endswith(b"\r"):  # perhaps half of a line end
                 part = part[:-1]
                 self._held = b"\r"
@@ -68,13 +66,13 @@ class Events:
         return [data for block in blocks if (data := _data(block))]
 
     def end(self) -> tuple[bytes, bytes]:
-        """Return (data of an event that lacks its empty line, everything that is left)."""
+        """Return (data of an event without its empty line, all remaining bytes)."""
         rest = b"".join([*self._parts, self._held])
         return _data(rest.replace(b"\r", b"\n")), rest
 
 
 def _data(block: bytes) -> bytes:
-    """Return what the `data` lines of one event say."""
+    """Return the content of one event's `data` lines."""
     if block.startswith(b"data: ") and b"\n" not in block:
         return block[6:]
     lines = [
@@ -84,7 +82,7 @@ def _data(block: bytes) -> bytes:
 
 
 class _Watch:
-    """Ends the reading of a stream that has fallen silent, or when `cut` is set."""
+    """Stops reading a silent stream, or when `cut` is set."""
 
     def __init__(self, first: float | None, later: float, cut: asyncio.Event | None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -114,14 +112,14 @@ class _Watch:
             await asyncio.gather(self._waiter, return_exceptions=True)
 
     def heard(self) -> None:
-        """Notice that bytes have come. As cheap as can be: it is called for every part."""
+        """Record received bytes. Must be cheap: it is called for every part."""
         self._last = self._loop.time()
         if not self.has_begun:
             self.has_begun = True
             self.limit(self._later)
 
     def limit(self, seconds: float) -> None:
-        """Set the seconds of silence that are the end from now on."""
+        """Set the limit on seconds of silence from now on."""
         self._limit = seconds
         self._arm()
 
@@ -137,7 +135,7 @@ class _Watch:
         assert self._limit is not None
         if self._loop.time() < self._last + self._limit:
             self._arm()
-        # Perhaps it was us who did not read: a busy loop runs timers first.
+        # Perhaps our side did not read: a busy loop runs timers first.
         elif self._doubted != self._last:
             self._doubted = self._last
             self._timer = self._loop.call_later(min(0.1, self._limit / 10), self._look)
@@ -159,18 +157,16 @@ async def stream_answers(
     on_tokens: Callable[[int], None] | None = None,
     cut: asyncio.Event | None = None,
 ) -> list[Answer | None]:
-    """Make one streamed request and return n entries in their order, None for choices of which
-    nothing has come.
+    """Make one streamed request and return n entries in order, None for empty choices.
 
     on_chunk(chunk, completion): sees every chunk; the names are those of openai's
-    ChatCompletionChunk and ChatCompletion. If it
-        raises StopIteration, the choices that it has marked as `stopped_early`, or else those of
-        the chunk, end with the finish_reason "stopped_early"; with the last of them the stream is
-        closed, which stops the server. Any other exception ends the stream and comes through.
-    on_tokens(k): k more tokens have come.
-    cut: when set, the stream is closed; choices that have not ended by themselves have the
-        finish_reason null.
-    stall_timeout: seconds without a byte, after the first one, that count as a failure.
+        ChatCompletionChunk and ChatCompletion. On StopIteration, the choices marked
+        `stopped_early`, or else those of the chunk, end with the finish_reason "stopped_early".
+        With the last of them the stream is closed, to stop the server. Other exceptions end the
+        stream and pass through.
+    on_tokens(k): k more tokens have arrived.
+    cut: when set, the stream is closed; unfinished choices have the finish_reason null.
+    stall_timeout: seconds without a byte, after the first one, before the stream counts as failed.
 
     Raises RequestError.
     """
@@ -188,7 +184,7 @@ async def stream_answers(
     if events is None:
         return live.answers()
     data, rest = events.end()
-    # No stream at all: the server does not know how, or this is a web page.
+    # No stream at all: the server cannot stream, or this is a web page.
     if not live.choices and not data and rest.strip():
         answers = read_answers(rest, n, place)
         if on_tokens is not None:
@@ -196,7 +192,7 @@ async def stream_answers(
                 sum(answer.completion_tokens or 0 for answer in answers if answer is not None)
             )
         return answers
-    # Otherwise it is half an event: what is missing shows below.
+    # Otherwise it is half an event: the check below finds missing parts.
     if data != b"[DONE]" and loads(data) is not None:
         take(data)
     if not live.is_finished:
@@ -205,10 +201,10 @@ async def stream_answers(
 
 
 class Assembly(Protocol):
-    """What is put together from a stream."""
+    """A result assembled from a stream."""
 
     @property
-    def is_finished(self) -> bool: ...  # everything that has begun has ended
+    def is_finished(self) -> bool: ...  # all started choices have ended
 
     @property
     def is_complete(self) -> bool: ...  # nothing more can come
@@ -224,14 +220,12 @@ async def read_events(
     stall_timeout: float,
     cut: asyncio.Event | None,
 ) -> Events | None:
-    """POST `body` and hand the data of each event to `take`, which returns True where no more is
-    wanted.
+    """POST `body` and pass the data of each event to `take`, until it returns True.
 
-    whole: what `take` makes of them; a connection that breaks or falls silent behind its end is no
-        failure.
+    whole: the result built by `take`; a connection broken or silent after its end is no failure.
 
-    Returns what the stream left behind at its end; None where it was ended, or broke, when
-    everything was there. Raises RequestError, and what `take` raises.
+    Returns the rest of the stream at its end; None if it was ended, or broke with everything
+    received. Raises RequestError, and the exceptions of `take`.
     """
     place = transport.base_url
     first = transport.read_timeout
@@ -271,7 +265,7 @@ async def read_events(
             raise RequestError(
                 f"{place}: the stream stalled for {stall_timeout:g} s", "stall"
             ) from None
-        if not whole.is_finished:  # [DONE] alone ends no completion
+        if not whole.is_finished:  # [DONE] by itself ends no completion
             raise broken_stream(place, has_begun=True) from None
         return None
     except RequestError as error:
@@ -281,7 +275,7 @@ async def read_events(
 
 
 def broken_stream(place: str, has_begun: bool) -> RequestError:
-    """Return the error of a stream whose end came too early."""
+    """Return the error of a stream with an early end."""
     if has_begun:
         what = "in the middle of a completion"
     else:
@@ -292,21 +286,20 @@ def broken_stream(place: str, has_begun: bool) -> RequestError:
 async def consume_chat_completion_stream(
     stream: AsyncIterable[Any], on_chunk: OnChunk | None = None, *, n: int = 1
 ) -> ChatCompletion:
-    """Put a stream of chat completion chunks together, with token ids and log-probabilities.
+    """Assemble a stream of chat completion chunks, with token ids and log-probabilities.
 
         stream = await client.chat.completions.create(…, stream=True, logprobs=True)
         completion = await consume_chat_completion_stream(stream)
 
     stream: the openai client's AsyncStream, or any other async iterable of ChatCompletionChunk or
-    of dicts like it. It is closed. on_chunk(chunk, completion): sees every chunk, and the
-    completion so far. If it raises StopIteration, the choices that it has
-        marked as `stopped_early`, or else those of the chunk, end with the finish_reason
+        of dicts like it. It is closed.
+    on_chunk(chunk, completion): sees every chunk, and the completion so far. On StopIteration, the
+        choices marked `stopped_early`, or else those of the chunk, end with the finish_reason
         "stopped_early".
-    n: choices that were asked for; when `on_chunk` has ended the last of them, nothing more is
-        read.
+    n: choices requested; once `on_chunk` has ended the last of them, no more is read.
 
-    Raises RequestError where the stream ends before its completion does, or holds what is no chunk;
-    whatever the stream or `on_chunk` raises comes through.
+    Raises RequestError if the stream ends before its completion, or holds anything but chunks;
+    exceptions of the stream or `on_chunk` pass through.
     """
     live = LiveCompletion(n, on_chunk)
     try:

@@ -1,6 +1,4 @@
-"""One request for a text completion of token ids (POST /completions), whole or as a stream that can
-be ended.
-"""
+"""Request a text completion of token ids (POST /completions), whole or as a stoppable stream."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -17,21 +15,21 @@ from ttrl.rollouts.client.wire import Answer, Usage, encoded, failure, loads
 
 
 class Piece(msgspec.Struct):
-    """What one request brought."""
+    """The result of one request."""
 
     text: str = ""
     token_ids: list[int] = msgspec.field(default_factory=list)
     tokens: list[str] = msgspec.field(default_factory=list)
     logprobs: list[float] = msgspec.field(default_factory=list)
     finish_reason: str | None = None
-    """None where the stream was ended by us."""
+    """None if we ended the stream."""
     stop_reason: int | str | None = None
     completion_id: str = ""
     created: int = 0
     model: str = ""
     cached_tokens: int | None = None
     prompt_token_ids: list[int] | None = None
-    """Where the server says them."""
+    """If the server returns them."""
 
     @property
     def is_finished(self) -> bool:
@@ -75,9 +73,9 @@ async def ask(
     cut: asyncio.Event | None,
     stall_timeout: float,
 ) -> Piece:
-    """Make one attempt; streamed only where it may be cut. `body` asks for token ids, one choice.
+    """Make one attempt; streamed only if it may be cut. `body` asks for token ids, one choice.
 
-    stall_timeout: seconds without anything new in a stream that has begun. Raises RequestError.
+    stall_timeout: seconds without news in a started stream. Raises RequestError.
     """
     piece = Piece()
     if cut is None:
@@ -107,7 +105,7 @@ async def ask(
 
 
 def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logprobs: bool) -> Answer:
-    """Return a text completion in the shape of a chat's."""
+    """Return a text completion in the form of a chat completion."""
     entries = [_entry(*pair) for pair in zip(piece.tokens, piece.logprobs, strict=True)]
     choice = {
         "index": 0,
@@ -132,7 +130,7 @@ def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logpro
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:
-    """Return the log-probability of a token as chat completions have it."""
+    """Return the log-probability of a token in the form of chat completions."""
     value = logprob if logprob == logprob else UNKNOWN_LOGPROB  # JSON has no NaN
     return {
         "token": token,
@@ -146,7 +144,7 @@ def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[i
     try:
         answer = _decoder.decode(data)
     except ValueError:
-        try:  # NaN and the like, which only Python reads
+        try:  # NaN and the like; only Python reads them
             answer = msgspec.convert(loads(data), _Answer, strict=False)
         except ValueError as error:
             raise RequestError(

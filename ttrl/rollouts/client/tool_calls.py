@@ -1,9 +1,9 @@
-"""Tool calls of a message while they are streamed, also by servers that do so in their own way.
+"""Assemble streamed tool calls of a message, including nonstandard ones.
 
-A part of a call carries an index, and the first one an id, a name and perhaps arguments; later ones
-add arguments. Servers also number every call 0 (Ollama through LiteLLM), repeat the name in every
-part (MiniMax, Kimi), and send the arguments again, whole or so far (DeepSeek, several gateways).
-Whatever a server streams by the book is read as OpenAI's own client reads it.
+A part of a call has an index, and the first one an id, a name and perhaps arguments; later ones add
+arguments. Servers also number every call 0 (Ollama through LiteLLM), repeat the name in every part
+(MiniMax, Kimi), and send the arguments again, whole or so far (DeepSeek, several gateways).
+Standard streams are read as by OpenAI's own client.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class LiveFunction:
 
     @property
     def arguments(self) -> str:
-        """The arguments so far, joined when somebody looks."""
+        """The arguments so far, joined on access."""
         if self._num_joined < len(self._pieces):
             self._joined = whole_arguments(self._pieces)
             self._num_joined = len(self._pieces)
@@ -39,11 +39,11 @@ class LiveFunction:
             self._pieces.append(part.arguments)
 
     def is_other(self, name: str | None) -> bool:
-        """Tell whether a name that comes with a part must be another function's."""
+        """Return whether a part's name must be another function's."""
         return bool(name and self.name and self._pieces) and name != self.name
 
     def json(self) -> dict[str, str]:
-        """Return it as a server that does not stream would have sent it."""
+        """Return it in the form of an unstreamed answer."""
         return {"name": self.name, "arguments": self.arguments}
 
 
@@ -63,12 +63,12 @@ class LiveToolCall:
             self.function.add(part.function)
 
     def json(self) -> dict[str, Any]:
-        """Return it as a server that does not stream would have sent it."""
+        """Return it in the form of an unstreamed answer."""
         return {"id": self.id, "type": self.type, "function": self.function.json()}
 
 
 def add_part(calls: list[LiveToolCall], part: ToolCallDelta) -> None:
-    """Add a part to the call that it continues, or as the beginning of another one."""
+    """Add a part to its call, or begin another one."""
     call = _continued(calls, part)
     if call is None:
         call = LiveToolCall(len(calls) if part.index is None else part.index)
@@ -78,10 +78,10 @@ def add_part(calls: list[LiveToolCall], part: ToolCallDelta) -> None:
 
 
 def _continued(calls: Sequence[LiveToolCall], part: ToolCallDelta) -> LiveToolCall | None:
-    """Return the call that a part continues; None if it begins one.
+    """Return the call a part continues; None if it begins one.
 
-    Parts of a call share its index, or have none. Of calls with the same index, those with another
-    id are others, unless the part has nothing but arguments: then the server makes up ids.
+    Parts of a call share its index, or have none. Of calls with the same index, other ids mean
+    other calls, unless the part has only arguments: then the server makes up ids.
     """
     if part.function is None:
         name = None
@@ -105,11 +105,11 @@ def _continued(calls: Sequence[LiveToolCall], part: ToolCallDelta) -> LiveToolCa
 
 
 def whole_arguments(pieces: Sequence[str]) -> str:
-    """Join the pieces of a call's arguments, a JSON object, as often as the server sent them.
+    """Join the pieces of a call's arguments, a JSON object, dropping repeats.
 
-    Pieces that give JSON are joined whatever they look like, and so is the beginning of JSON. Else
-    the pieces may be the object in parts or in one, then the same object again in one; or each
-    piece may be all of it so far.
+    Pieces forming JSON, or the beginning of JSON, are always joined. Otherwise the pieces may be
+    the object in one or several parts, followed by the same object in one piece; or each piece may
+    be all of it so far.
     """
     text = "".join(pieces)
     if len(pieces) < 2 or not text.lstrip().startswith("{"):
@@ -131,7 +131,7 @@ def whole_arguments(pieces: Sequence[str]) -> str:
 
 
 def _before_repeats(text: str, pieces: Sequence[str]) -> str | None:
-    """Return the object that ends with a piece if all further pieces are that object, else None."""
+    """Return the object ending with a piece if all further pieces repeat it, else None."""
     try:
         first, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""How requests reach a server: an address over aiohttp, which costs the client least; an OpenAI
-client as it is.
+"""Choose the transport to a server: aiohttp for an address, the cheapest for the client; an OpenAI
+client unchanged.
 """
 
 import os
@@ -19,27 +19,25 @@ from ttrl.version import __version__
 
 
 class Transport(Protocol):
-    """One server. Everything raises RequestError where the server cannot be reached or answers with
-    an error.
+    """One server. All methods raise RequestError if the server cannot be reached or answers with an
+    error.
     """
 
     base_url: str
     """"http://127.0.0.1:8000/v1", without a slash at its end."""
     identity: dict[str, str]
-    """Who is asked: base_url, organization, project. Never the key."""
+    """The server's identity: base_url, organization, project. Never the key."""
     read_timeout: float | None
-    """Seconds to wait for the first byte of a stream; None where the transport sees to it, or for
-    ever.
-    """
+    """Seconds to wait for the first byte of a stream; None: the transport decides, or no limit."""
 
     async def post(self, path: str, body: Mapping[str, Any], *, root: bool = False) -> bytes:
-        """Return the whole body of a successful answer. root: the path lies above /v1."""
+        """Return the whole body of a successful answer. root: the path is above /v1."""
         ...
 
     def stream(
         self, path: str, body: Mapping[str, Any]
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """Yield the bytes of a successful answer as they come. Leaving it early closes the
+        """Yield the bytes of a successful answer as they arrive. Leaving it early closes the
         connection.
         """
         ...
@@ -49,13 +47,13 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close its connections, in the loop in which they were opened."""
+        """Close its connections, in the loop of their opening."""
         ...
 
 
 def transport_for(client: AsyncOpenAI | str | Endpoint) -> Transport:
-    """Return the way to a server. Raises UserError for what is neither an AsyncOpenAI client, an
-    http(s) URL, nor an Endpoint.
+    """Return the transport to a server. Raises UserError for anything but an AsyncOpenAI client, an
+    http(s) URL, or an Endpoint.
     """
     if isinstance(client, Endpoint):
         base_url = client.base_url.rstrip("/")
@@ -104,7 +102,7 @@ def _checked_url(client: str) -> str:
 
 
 def is_local(base_url: str) -> bool:
-    """Return whether a URL names this very machine."""
+    """Return whether a URL names this machine."""
     host = (urlsplit(base_url).hostname or "").lower()
     return (
         host in ("localhost", "::1", "0.0.0.0")
@@ -116,10 +114,9 @@ def is_local(base_url: str) -> bool:
 def answer_identity(
     transports: Sequence[Transport], weights_digest: str | None, *, has_cache: bool
 ) -> Any:
-    """Return what the keys of a cache say about who answers: the weights, where they are known,
-    else the servers.
+    """Return the identity for cache keys: the weights if known, else the servers.
 
-    Raises UserError where a cache could not tell the weights of today from those of tomorrow.
+    Raises UserError if a cache could not distinguish today's weights from tomorrow's.
     """
     if weights_digest is not None:
         if not isinstance(weights_digest, str) or not weights_digest:
@@ -144,7 +141,7 @@ def answer_identity(
 
 
 def _proxy(base_url: str) -> str | None:
-    """Return the proxy that the environment names for this server."""
+    """Return the environment's proxy for this server."""
     parts = urlsplit(base_url)
     if urllib.request.proxy_bypass(parts.hostname or ""):
         return None

@@ -1,8 +1,8 @@
-"""What travels between ttrl and a server, as it is decoded: only what is needed, and nothing twice.
+"""Decode messages between ttrl and a server: only needed parts, and nothing twice.
 
-Choices and log-probabilities stay the bytes that the server sent until somebody asks for them.
-msgspec reads JSON as the standard says; servers also write NaN, Infinity and halves of surrogate
-pairs, which Python's json reads: it is the second try everywhere.
+Choices and log-probabilities stay as the server's bytes until first use. msgspec reads standard
+JSON; servers also write NaN, Infinity and halves of surrogate pairs, so Python's json is always the
+second try.
 """
 
 import json
@@ -17,41 +17,41 @@ from ttrl.text import is_number, one_line
 _NO_RAW = msgspec.Raw()
 _NOTHING = (b"", b"null")
 _TEXT_PARTS = ("text", "output_text", "refusal", "reasoning_text", "summary_text")
-# Of a token in a chunk of its own, and of a log-probability; vLLM writes 400 and 130.
+# Of a token in its own chunk, and of a log-probability; vLLM writes 400 and 130.
 _TOKEN_BYTES = 2048
 _SHOWN_BYTES = 512
-_UNREADABLE = (ValueError, RecursionError)  # of JSON: the second where it is nested too deeply
-_MORE_CHOICES = 64  # than were asked for
-_LONGEST = 2**17  # tokens, where a request does not say
+_UNREADABLE = (ValueError, RecursionError)  # of JSON: the second for too deep nesting
+_MORE_CHOICES = 64  # than requested
+_LONGEST = 2**17  # tokens, if a request does not say
 EXPERTS = "routed_experts_prompt_start"
-"""A field of vLLM's requests. Ours set it, to 0, to be told the experts of each token."""
+"""A field of vLLM's requests. Ours set it to 0, to get the experts of each token."""
 _EXPERT_BYTES = 4096  # of a token: 96 layers with 32 choices, in base64
 
 
 TEXTS = ("content", "refusal", "reasoning", "reasoning_content")
-"""What of a message is text."""
+"""Text fields of a message."""
 
 
 class Answer(msgspec.Struct):
-    """One choice of a chat completion, with what of the response belongs to it."""
+    """One choice of a chat completion, with its part of the response."""
 
     choice: bytes
-    """JSON of the choice, as the server sent it or as put together from chunks; finish_reason is
-    null where we cut the stream.
+    """JSON of the choice, from the server or assembled from chunks; finish_reason is null if we cut
+    the stream.
     """
     completion_id: str = ""
     created: int = 0
     model: str = ""
-    """As the server names it."""
+    """The server's name of it."""
     prompt_token_ids: list[int] | None = None
     prompt_tokens: int | None = None
-    """As the server counted; None where it did not say."""
+    """The server's count; None if it did not say."""
     cached_tokens: int | None = None
-    """Of the prompt's tokens, those that the server's prefix cache knew."""
+    """Prompt tokens in the server's prefix cache."""
     completion_tokens: int | None = None
-    """Of this choice alone; None where it cannot be told."""
+    """Of this choice only; None if unknown."""
     prompt_text: str | None = None
-    """The prompt as the server rendered it, until `ttrl.rollouts.client.opening` has read it. It is
+    """The prompt rendered by the server, until `ttrl.rollouts.client.opening` has read it. It is
     not cached.
     """
 
@@ -100,7 +100,7 @@ class Delta(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """`logprobs` is decoded when it is first looked at."""
+    """`logprobs` is decoded on first access."""
 
     index: int = 0
     delta: Delta | None = None
@@ -153,7 +153,7 @@ _chunk_decoder = msgspec.json.Decoder(Chunk)
 
 
 def decoded_logprobs(raw: bytes) -> Logprobs:
-    """Decode log-probabilities. Raises RequestError where they cannot be read."""
+    """Decode log-probabilities. Raises RequestError if unreadable."""
     try:
         return _logprobs_decoder.decode(raw)
     except _UNREADABLE:
@@ -167,12 +167,12 @@ def decoded_logprobs(raw: bytes) -> Logprobs:
 
 
 def decoded_chunk(data: bytes, place: str) -> Chunk:
-    """Decode one event of a stream. Raises RequestError where it is unreadable, or says that the
-    server failed.
+    """Decode one event of a stream. Raises RequestError if it is unreadable or reports a
+    failure.
     """
     try:
         if not data.isascii():
-            data.decode()  # what is kept raw is not looked at by the decoder
+            data.decode()  # the decoder does not check raw parts
         chunk = _chunk_decoder.decode(data)
     except _UNREADABLE:
         chunk = _leniently(data, place)
@@ -182,9 +182,9 @@ def decoded_chunk(data: bytes, place: str) -> Chunk:
 
 
 def text_of(content: Any) -> Any:
-    """Return the text of content in parts, [{"type": "text", "text": …}]; other content as it is.
+    """Return the text of content in parts, [{"type": "text", "text": …}]; other content unchanged.
 
-    Parts of an answer follow each other with nothing between them.
+    Parts of an answer are joined without separators.
     """
     if not isinstance(content, list):
         return content
@@ -198,7 +198,7 @@ def text_of(content: Any) -> Any:
 
 
 def as_texts(message: Any) -> None:
-    """Join the texts of a message that a server sent in parts, as LiteLLM and Mistral do."""
+    """Join the texts of a message sent in parts, as LiteLLM and Mistral do."""
     if isinstance(message, dict):
         message.update({name: text_of(message[name]) for name in TEXTS if name in message})
 
@@ -240,7 +240,7 @@ class _Response(msgspec.Struct):
 
 
 class _Counted(msgspec.Struct):
-    """Of a choice, what tells its place and its length."""
+    """The place and length of a choice."""
 
     index: Any = None
     token_ids: list[int] | None = None
@@ -257,8 +257,8 @@ _entries_decoder = msgspec.json.Decoder(_RawEntries)
 
 
 def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
-    """Return the choices of a whole response, by their numbers; None for those that it lacks.
-    Raises RequestError.
+    """Return the choices of a whole response, by their numbers; None for missing ones. Raises
+    RequestError.
     """
     response = _response(data, place)
     if response.error is not None and not response.choices:
@@ -269,7 +269,7 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
             f"{one_line(data.decode(errors='replace'))}",
             "malformed",
         )
-    # Each would be looked at, a million of them for seconds.
+    # Reading each would take seconds for a million of them.
     if len(response.choices) > n + _MORE_CHOICES:
         raise RequestError(
             f"{place}: the server returned {len(response.choices)} choices, {n} asked for",
@@ -307,8 +307,8 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
 def _fill_in(
     counted: list[tuple[Any, int | None]], total: int | None
 ) -> list[tuple[Any, int | None]]:
-    """Share what the usage leaves among the choices that do not tell their tokens, so that the sum
-    is right.
+    """Split the usage's remaining tokens among the choices without a count; the sum is then
+    right.
     """
     unknown = sum(tokens is None for _, tokens in counted)
     if unknown == 0 or total is None:
@@ -373,7 +373,7 @@ def _count(raw: bytes) -> tuple[Any, int | None]:
 
 
 def count_entries(raw_logprobs: bytes) -> int | None:
-    """Return how many tokens have log-probabilities; None where there are none at all."""
+    """Return the number of tokens with log-probabilities; None if there are none at all."""
     if raw_logprobs in _NOTHING:
         return None
     try:
@@ -390,8 +390,8 @@ def count_entries(raw_logprobs: bytes) -> int | None:
 
 
 def in_order(answers: Sequence[Answer], indexes: Sequence[Any], n: int) -> list[Answer | None]:
-    """Return n entries by their index, in whatever order they came; by position where a server
-    numbers them wrongly.
+    """Return n entries by their index, in any order of arrival; by position if a server numbers
+    them wrongly.
     """
     if all(type(index) is int for index in indexes):
         numbered = dict(zip(indexes, answers, strict=True))
@@ -403,7 +403,7 @@ def in_order(answers: Sequence[Answer], indexes: Sequence[Any], n: int) -> list[
 
 
 def read_usage(usage: Any) -> Usage:
-    """Return what of a usage makes sense."""
+    """Return the valid parts of a usage."""
     usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details")
     if isinstance(details, dict):
@@ -424,7 +424,7 @@ def _count_or_none(value: Any) -> int | None:
 
 
 def failure(error: Any, place: str) -> RequestError:
-    """Return the error that a server reports within an answer of status 200."""
+    """Return the error reported in an answer of status 200."""
     if isinstance(error, dict):
         message = error.get("message")
     else:
@@ -440,8 +440,8 @@ def failure(error: Any, place: str) -> RequestError:
 
 
 def most_bytes(body: Mapping[str, Any] | None) -> int:
-    """Return how large an answer to a request may be: several times what any server writes for the
-    tokens that were asked for.
+    """Return the size limit of an answer: several times any server's output for the requested
+    tokens.
     """
     asked = body or {}
     tokens = asked.get("max_completion_tokens") or asked.get("max_tokens") or _LONGEST
@@ -461,9 +461,7 @@ def most_bytes(body: Mapping[str, Any] | None) -> int:
 
 
 def encoded(value: Any) -> bytes:
-    """Encode JSON in UTF-8; halves of surrogate pairs, which UTF-8 does not have, become
-    escapes.
-    """
+    """Encode JSON in UTF-8; halves of surrogate pairs, not valid in UTF-8, become escapes."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -471,12 +469,12 @@ def encoded(value: Any) -> bytes:
 
 
 def dumped(value: Any) -> bytes:
-    """Encode JSON as Python writes it, NaN and all."""
+    """Encode JSON as Python writes it, including NaN."""
     return json.dumps(value).encode()
 
 
 def loads(data: bytes) -> Any:
-    """Decode any JSON as Python reads it; None where it is none."""
+    """Decode any JSON as Python reads it; return None if invalid."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -1,13 +1,13 @@
-"""The processes that run graders: a keeper, and the workers that it forks. Started by
+"""Run graders in processes: a keeper and its forked workers. Started by
 `ttrl.rollouts.graders.worker_processes`.
 
     ttrl ── guard ── keeper (never runs a grader) ── guard ── worker (one grade at a time) ── …
 
-The keeper imports what graders need (most of a second, for openai's types) once, while the first
-answers are being sampled; after that a worker is a fork of 3 ms, so replacing one that a bad grader
-has spoilt costs nothing. The keeper has a single thread, which makes forking safe. Each worker has
-a guard (`ttrl.system.process_guard`), also a fork, which ends it with all of its descendants when
-ttrl closes the guard's socket, and reports its exit code.
+The keeper imports the graders' needs (most of a second, for openai's types) once, during the first
+answers. A worker is then a fork of 3 ms, so replacing one spoilt by a bad grader costs nothing. The
+keeper has a single thread, for safe forking. Each worker has a guard (`ttrl.system.process_guard`),
+also a fork. The guard ends it with all its descendants when ttrl closes the guard's socket, and
+reports its exit code.
 
 ttrl → keeper    a message without content, with two sockets: the worker's and its guard's
 ttrl → worker    `wire.pack`: {"order": NAME, "grader": KEY, "where": TEXT, "forget": [KEY]}, then
@@ -40,7 +40,7 @@ def main(memory: int, cpu: float) -> None:
     """Run the keeper: fork a worker for each pair of sockets from stdin. Limits: see `_Worker`."""
     # Pydantic builds validators at the first use: here, not in each worker.
     choice_from_json(b'{"message": {}}').to_json()
-    # What is imported is shared with the workers; their collectors need not touch it.
+    # Imported modules are shared with the workers; their collectors need not touch them.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects guards
     keeper = os.getpid()
@@ -71,9 +71,9 @@ def _guard(keeper: int, descriptors: list[int], memory: int, cpu: float) -> None
 
 
 class _Worker:
-    """Our end of a socket on which choices come to be graded.
+    """Grades the choices arriving on a socket.
 
-    memory: bytes of one grade, beyond what the process and its graders' modules take; cpu: seconds
+    memory: bytes of one grade, beyond those of the process and its graders' modules; cpu: seconds
         of one grade.
     """
 
@@ -88,7 +88,7 @@ class _Worker:
         self.base = _address_space()
         self.runner = asyncio.Runner()
         null = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):  # what graders print goes nowhere, and what they read is empty
+        for standard in (0, 1, 2):  # discard graders' output; give them empty input
             os.dup2(null, standard)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -103,7 +103,7 @@ class _Worker:
                 buffer += chunk
             self.order = frame[0]["order"]
             answer = self.answer(*frame)
-            # A grader forked, and the child has come back here as if it were the worker.
+            # A grader forked, and its child has returned here as if it were the worker.
             if os.getpid() != self.pid:
                 os._exit(0)
             self.send(answer)
@@ -123,7 +123,7 @@ class _Worker:
             self.graders.pop(key, None)
         choice = parts.pop()
         if parts:
-            # Popped, so that the pickle is gone before its memory would count.
+            # Popped, to free the pickle before its memory would count.
             failure = self.load(order["grader"], parts.pop())
             if failure is not None:
                 return {"error": failure}
@@ -142,7 +142,7 @@ class _Worker:
         except BaseException as failure:  # noqa: BLE001 - reading the output calls methods of it (__float__, __repr__)
             error = failure
         finally:
-            # An alarm that the grader set for itself must not meet the next one.
+            # A grader's own alarm must not hit the next one.
             signal.setitimer(signal.ITIMER_REAL, 0)
             self.limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
         out_of_memory = isinstance(error, MemoryError)
@@ -158,8 +158,9 @@ class _Worker:
         }
 
     def load(self, key: int, pickled: bytes) -> str | None:
-        """Unpickle a grader, which imports its modules, and let it `prepare()`; their memory and
-        time do not count. Return what went wrong."""
+        """Unpickle a grader, with its imports, and call its `prepare()`; their memory and time do
+        not count. Return the error, if any.
+        """
         before = _address_space()
         try:
             self.graders[key] = pickle.loads(pickled)  # noqa: S301 # nosec B301 - from ttrl, our parent, alone
@@ -185,7 +186,7 @@ class _Worker:
         return value, None
 
     def limit(self, kind: int, value: int) -> None:
-        """Set a soft limit, as far as the hard one and the system let us."""
+        """Set a soft limit, as far as the hard one and the system allow."""
         with contextlib.suppress(ValueError, OSError):
             hard = resource.getrlimit(kind)[1]
             if hard != resource.RLIM_INFINITY and (value == resource.RLIM_INFINITY or value > hard):
@@ -194,8 +195,8 @@ class _Worker:
 
 
 async def _outcome(awaitable: Awaitable[Any]) -> CallOutcome:
-    """Await it and catch in here: a loop lets SystemExit through at once, and turns StopIteration
-    into something else.
+    """Await it and catch errors here: a loop lets SystemExit through at once, and converts
+    StopIteration.
     """
     try:
         return await awaitable, None
@@ -204,8 +205,8 @@ async def _outcome(awaitable: Awaitable[Any]) -> CallOutcome:
 
 
 def _address_space() -> int:
-    """Return the bytes of our virtual memory; 0 where there is no /proc, and limits on it do not
-    work either.
+    """Return the bytes of our virtual memory; 0 without /proc, since limits on it then do not work
+    either.
     """
     try:
         with open("/proc/self/statm", "rb") as file:

@@ -1,11 +1,10 @@
 """Run graders within their limits, in threads and on the loop or in processes (`isolated`); an
-error costs its sample alone.
+error costs only its sample.
 
-Threads are daemons and our own, not an executor's: an executor's thread that hangs keeps its slot
-for ever, and both asyncio.run and the interpreter wait for it at the end. Here a call that takes
-too long is abandoned with its thread, and a fresh thread takes its slot. (A grader that never
-releases the interpreter lock, such as a regular expression that backtracks without end, stops
-everything all the same; only `isolated=True` helps.)
+Threads are daemons and our own. An executor's thread keeps its slot forever if it hangs, and both
+asyncio.run and the interpreter wait for it at the end. Here a slow call is abandoned with its
+thread, and a fresh thread takes its slot. (A grader holding the interpreter lock, such as a regular
+expression in endless backtracking, still stops everything; only `isolated=True` helps.)
 """
 
 import asyncio
@@ -40,19 +39,19 @@ exceptions (StopIteration).
 """
 
 MAX_ERROR_LENGTH = 8000
-"""Characters of a traceback that are kept with its sample; the middle is cut out."""
+"""Characters of a traceback kept with its sample; the middle is cut out."""
 _LONGEST_CHAIN = 20
-"""Causes of an error that are looked at; an error may be its own."""
+"""Causes of an error to check; an error may be its own."""
 GRADER_THREADS = 16
 MOST_PROCESSES = 16
 
 
 class TookTooLong(Exception):  # noqa: N818 - never leaves this package
-    """A call ran past its time limit. Not TimeoutError, which a grader may raise itself."""
+    """A call ran past its time limit. Not TimeoutError: a grader may raise TimeoutError itself."""
 
 
 class _Thread:
-    """One daemon thread that runs one call at a time and hands its outcome to the event loop."""
+    """One daemon thread. Runs one call at a time and passes its outcome to the event loop."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -63,7 +62,7 @@ class _Thread:
             call()
 
     def stop(self) -> None:
-        """End the thread after the call that it may still be in."""
+        """End the thread after its current call, if any."""
         self._calls.put(None)
 
     def start(
@@ -74,7 +73,7 @@ class _Thread:
         context = contextvars.copy_context()
 
         def deliver(outcome: CallOutcome) -> None:
-            if not future.done():  # otherwise nobody is waiting: time limit or cancellation
+            if not future.done():  # otherwise no waiter: time limit or cancellation
                 future.set_result(outcome)
 
         def call() -> None:
@@ -85,7 +84,7 @@ class _Thread:
                 outcome = (None, error)
             try:
                 loop.call_soon_threadsafe(deliver, outcome)
-            except RuntimeError:  # the loop was closed while this call ran on, abandoned
+            except RuntimeError:  # the loop closed before the end of this abandoned call
                 return
 
         self._calls.put(call)
@@ -93,8 +92,9 @@ class _Thread:
 
 
 class Threads:
-    """Up to `size` concurrent sync calls, async ones on the loop, each within `timeout` seconds. A
-    context manager; leaving it waits for nothing."""
+    """Runs up to `size` concurrent sync calls, and async ones on the loop, each within `timeout`
+    seconds. A context manager; leaving it does not wait.
+    """
 
     def __init__(self, size: int, timeout: float | None = None) -> None:
         self.timeout = timeout
@@ -117,8 +117,8 @@ class Threads:
                 worker = _Thread()
             future = worker.start(function, args)
             try:
-                # Not asyncio.timeout: where a busy loop looks at the clock late, that throws away
-                # an outcome that is there.
+                # Not asyncio.timeout: if a busy loop checks the clock late, it discards a finished
+                # outcome.
                 await asyncio.wait({future}, timeout=self.timeout)
             except asyncio.CancelledError:
                 worker.stop()
@@ -131,8 +131,8 @@ class Threads:
             return future.result()
 
     async def call(self, function: Callable[..., Any], argument: Any) -> CallOutcome:
-        """Call a sync function in a thread, an async one on the loop. Raises TookTooLong, and
-        nothing that it raises.
+        """Call a sync function in a thread, an async one on the loop. Raises TookTooLong, but none
+        of the function's exceptions.
         """
         try:
             if is_async(function):
@@ -155,7 +155,7 @@ class Threads:
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # it is we who are being cancelled, not something inside the function
+                raise  # our own cancellation, not one inside the function
             return None, error
         except (KeyboardInterrupt, GeneratorExit):
             raise
@@ -177,24 +177,24 @@ class Threads:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether it is an `async def` function, or an object whose `__call__` is; others may
-    still return an awaitable.
+    """Return whether it is an `async def` function, or an object with an async `__call__`; others
+    may still return an awaitable.
     """
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 class Graders:
-    """Grades choices, each within its time limit. A context manager; leaving it waits for nothing
-    that a grader does.
+    """Grades choices, each within its time limit. A context manager; leaving it waits for no
+    grader.
 
     isolated: False runs sync graders in daemon threads and async ones on the event loop. True runs
-        both in processes that can be ended: for graders that may hang, crash, or use up all memory.
-        `ttrl.rollouts.graders.isolated` says what differs. It is not a sandbox: files and the
-        network are open. A grader with a true attribute `isolated` always runs in a process.
-    timeout: seconds for one grade, waiting for a thread or process not counted.
-    memory: with isolated=True, bytes that one grade may take beyond what its process and its
-        modules take; None for 2 GiB.
+        both in killable processes, for graders prone to hang, crash, or use up all memory.
+        `ttrl.rollouts.graders.isolated` explains the differences. It is not a sandbox: files and
+        the network are open. A grader with a true attribute `isolated` always runs in a process.
+    timeout: seconds for one grade, without waiting for a thread or process.
+    memory: with isolated=True, bytes for one grade beyond those of its process and its modules;
+        None for 2 GiB.
     size: sync grades at once, with isolated=True of any kind; None for 16 threads, or as many
         processes as usable cores, at most 16.
 
@@ -219,7 +219,7 @@ class Graders:
         if size is not None and (type(size) is not int or size < 1):
             raise UserError(f"the number of grades at once is {size!r}; give at least 1, or None")
         self.seconds = 0.0
-        """That grades took so far, added up, waiting for a thread or process included."""
+        """Total of all grades so far, including waits for a thread or process."""
         self._timeout = timeout
         if size is None:
             count = min(usable_cores(), MOST_PROCESSES)
@@ -253,9 +253,9 @@ class Graders:
         return self._processes
 
     async def grade(self, task: Task, choice: "Choice", where: str) -> Grade:
-        """Grade one choice, exactly once: a grader that failed is not asked again.
+        """Grade one choice, exactly once: a failed grader is not asked again.
 
-        Raises GraderError, naming `where`, when the grader raises (the traceback follows the first
+        Raises GraderError, naming `where`, if the grader raises (the traceback follows the first
         line), breaks a limit, or returns something other than a finite number.
         """
         assert task.grader is not None
@@ -268,7 +268,7 @@ class Graders:
     async def grade_group(
         self, task: Task, choices: "list[Choice]", where: str
     ) -> list[Grade | GraderError]:
-        """Grade the choices of a task together, once; `timeout` holds for each of them. Raises
+        """Grade the choices of a task together, once, with `timeout` for each of them. Raises
         GraderError, for all of them.
         """
         grader = task.group_grader
@@ -307,7 +307,7 @@ class Graders:
 
 
 def _way_out(error: BaseException) -> str:
-    """Return what to do about an error that a grader meets in threads only; "" for other errors."""
+    """Return advice on errors graders meet only in threads; "" for other errors."""
     cause: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if cause is None:
@@ -322,8 +322,8 @@ def _way_out(error: BaseException) -> str:
 
 
 def type_and_message(error: BaseException) -> str:
-    """Describe our own errors as they are written (a grader's traceback included), others by their
-    type and first line.
+    """Describe our own errors in full (including a grader's traceback), others by type and first
+    line.
     """
     if isinstance(error, GraderError | RolloutError | ServerError | TokenizationError):
         return f"{type(error).__name__}: {error}"
@@ -331,8 +331,8 @@ def type_and_message(error: BaseException) -> str:
 
 
 def own_traceback(error: BaseException, caller: str = __file__) -> str:
-    """Return the traceback without the frames of this file (or of another `caller`) that called the
-    user's code.
+    """Return the traceback without this file's (or another `caller`'s) frames above the user's
+    code.
     """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caller:

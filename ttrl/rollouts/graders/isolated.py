@@ -1,29 +1,27 @@
-"""Graders in processes of their own (`isolated=True`): what a grader does wrong costs its own
-sample, and nothing else.
+"""Run graders in separate processes (`isolated=True`): a grader's faults cost only its own sample.
 
-A grader that never ends (in Python, in C code that holds the interpreter lock, asleep), that ends
-its process, crashes it, or uses too much memory is ended with all that it started; its sample gets
-a GraderError, and a fresh process takes the next one. A grade is made once: only a choice that no
-grader has seen yet is given to another process.
+A grader is ended with all its children if it hangs (in Python, in C code holding the interpreter
+lock, asleep), ends or crashes its process, or uses too much memory. Its sample gets a GraderError,
+and a fresh process takes the next one. A grade is made once: only a choice not yet seen by a grader
+goes to another process.
 
-How it differs from threads:
-- graders travel by cloudpickle (lambdas, closures and functions of a script or notebook work), once
-  per process and grader; each process has its own copy, as the grader was when it was first used,
-  so nothing that a grader changes comes back;
-- async graders run one per process at a time, on a loop that lives as long as the process;
-- what they print is thrown away; context variables do not reach them;
-- environment variables that look like keys (`ttrl.system.processes.without_secrets`) do not reach
-  them. Landlock (Linux 6.12) keeps them from reading the memory of ttrl, its server, its trainer
-  and other graders, and from signalling these. With older kernels no debugger can be attached to
-  ttrl.
+Differences from threads:
+- graders are transferred by cloudpickle (lambdas, closures and functions of a script or notebook
+  work), once per process and grader; each process has its own copy from the grader's first use, so
+  its changes do not come back;
+- async graders run one per process at a time, on a loop living as long as the process;
+- their output is discarded; context variables do not reach them;
+- environment variables resembling keys (`ttrl.system.processes.without_secrets`) do not reach them.
+  Landlock (Linux 6.12) keeps them from reading the memory of ttrl, its server, its trainer and
+  other graders, and from signalling these. With older kernels no debugger can be attached to ttrl.
 
 This is not a sandbox: files and the network are open, and malicious code can do harm.
 
-Why not a pool that others keep: of 15 hostile graders, 4 cost pebble 5.2 more than their own sample
-(a signal to the process group ended ttrl; forked children, and bytes written into its pipe, which
-ttrl unpickles, stopped or broke the pool), and loky 3.7 has no time limit for a call. On two busy
-cores small graders ran at 1,300 to 4,400 a second here and 3,300 with pebble in one process, and at
-2,200 to 5,700 here and 1,700 to 2,000 with pebble in eight.
+Reasons against existing pools: of 15 hostile graders, 4 cost pebble 5.2 more than their own sample
+(a signal to the process group ended ttrl; forked children, and bytes written into its pipe and
+unpickled by ttrl, stopped or broke the pool), and loky 3.7 has no time limit for a call. On two
+busy cores small graders ran at 1,300 to 4,400 a second here and 3,300 with pebble in one process,
+and at 2,200 to 5,700 here and 1,700 to 2,000 with pebble in eight.
 """
 
 import asyncio
@@ -44,19 +42,19 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY = 2 * 2**30
 _KEPT_PICKLES = 1024
-_STARTS = 3  # of the keeper, in a row without a single answer, before we give up
+_STARTS = 3  # failed starts of the keeper in a row before we give up
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use."""
+    """Count the cores usable by this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class IsolatedGraders:
-    """Up to `size` concurrent grades, each in a process. timeout: seconds; memory: bytes. Belongs
-    to one event loop at a time.
+    """Runs up to `size` concurrent grades, each in a process. timeout: seconds; memory: bytes.
+    Belongs to one event loop at a time.
     """
 
     def __init__(self, *, timeout: float, memory: int, size: int) -> None:
@@ -73,13 +71,13 @@ class IsolatedGraders:
         self._slots = asyncio.Semaphore(size)
 
     def __enter__(self) -> None:
-        """Start the keeper, so that it is ready when the first answers come; do not wait for it."""
+        """Start the keeper without waiting, to have it ready for the first answers."""
         self._closed = False
         if self._keeper is None:
             self._keeper = Keeper(self.memory, self.timeout * usable_cores())
 
     def __exit__(self, *_: object) -> None:
-        """End all processes, which takes some milliseconds, whatever the graders do."""
+        """End all processes within some milliseconds, regardless of the graders."""
         self._closed = True
         self._idle.clear()
         if self._keeper is not None:
@@ -89,7 +87,7 @@ class IsolatedGraders:
     async def grade(self, grader: Grader, choice: "Choice", where: str) -> Grade:
         """Grade one choice, as `Graders.grade` does."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # sockets and the semaphore belong to the loop before
+        if self._loop is not loop:  # sockets and semaphore belong to the old loop
             if self._loop is not None:
                 self.__exit__()
                 self.__enter__()
@@ -102,7 +100,7 @@ class IsolatedGraders:
                 f"{where}: the choice cannot be sent to the grader's process: {error}"
             ) from error
         async with self._slots:
-            # Each may be a worker that has just died, and so may the keeper.
+            # Each worker may have just died, and so may the keeper.
             for _ in range(self.size + 10 * _STARTS):
                 worker = await self._take_worker(where)
                 try:
@@ -113,7 +111,7 @@ class IsolatedGraders:
                         continue
                     raise GraderError(f"{where}: {self._why(end)}") from None
                 except BaseException:
-                    worker.end()  # cancelled: what the grader still does is of no use
+                    worker.end()  # cancelled: the grader's further work is useless
                     raise
                 self._starts = 0
                 if answer.get("spoilt") or not worker.usable:
@@ -127,8 +125,8 @@ class IsolatedGraders:
             )
 
     def _pickled(self, grader: Grader, where: str) -> tuple[int, bytes]:
-        """Return (its number, its pickle). It is known by identity, and held, so that no other
-        grader can take its id.
+        """Return (its number, its pickle). A grader is known by identity, and kept alive to reserve
+        its id.
         """
         known = self._pickles.get(id(grader))
         if known is None:
@@ -160,7 +158,7 @@ class IsolatedGraders:
         return await self._keeper.worker()
 
     def _why(self, end: End) -> str:
-        """Say why a worker gave no answer."""
+        """Explain a worker's missing answer."""
         kind = end.kind
         if kind == "closed":
             return (

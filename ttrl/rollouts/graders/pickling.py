@@ -1,5 +1,5 @@
-"""Pickle graders for another process: by name where their modules can be imported there, whole
-where they cannot.
+"""Pickle graders for another process: by name if their modules can be imported there, otherwise
+whole.
 """
 
 import functools
@@ -16,10 +16,10 @@ from ttrl.tasks.task import Grader
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """A pickler that sends modules whole that cannot be imported elsewhere: tests, those made by
-    hand, those on no path.
+    """Pickles modules whole if they cannot be imported elsewhere: tests, handmade ones, those on no
+    path.
 
-    cloudpickle takes functions of any module that is loaded here for importable there.
+    cloudpickle assumes all loaded modules can be imported there.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -43,12 +43,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 def pickled(grader: Grader, where: str) -> bytes:
-    """Pickle a grader. Raises GraderError, naming it, where that cannot be done."""
+    """Pickle a grader. Raises GraderError, naming it, on failure."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
         pickler.dump(grader)
-    # From `__reduce__` and `__getstate__` of anything that the grader holds.
+    # From `__reduce__` and `__getstate__` of any object in the grader.
     except Exception as error:
         name = getattr(grader, "__qualname__", None) or type(grader).__qualname__
         raise GraderError(
@@ -65,12 +65,10 @@ def pickled(grader: Grader, where: str) -> bytes:
 
 @functools.cache
 def is_importable(name: str) -> bool:
-    """Return whether `import name` in another process with our sys.path finds the module that is
-    loaded here.
-    """
+    """Return whether `import name` in another process with our sys.path finds the same module."""
     module = sys.modules.get(name)
     if module is None or name == "__main__":
-        return True  # cloudpickle knows what to do
+        return True  # cloudpickle handles it
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in sys.builtin_module_names:
         return True
@@ -80,8 +78,8 @@ def is_importable(name: str) -> bool:
     for end in range(1, len(parts) + 1):
         spec = _find(".".join(parts[:end]), path)
         if spec is None:
-            # C extensions and some packages make submodules by hand: there once their package is
-            # imported.
+            # C extensions and some packages make submodules by hand; importing the package creates
+            # them.
             return end > 1 and getattr(module, "__file__", None) is None
         path = spec.submodule_search_locations
     file = getattr(module, "__file__", None)
@@ -89,8 +87,8 @@ def is_importable(name: str) -> bool:
 
 
 def _find(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
-    """Find a module as the import system does, but without loading packages or looking at what is
-    loaded here.
+    """Find a module as the import system does, but without loading packages or checking loaded
+    modules.
     """
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)

@@ -1,5 +1,5 @@
-"""Our side of the processes that run graders (`ttrl.rollouts.graders.grader_worker` is theirs):
-start them, send orders, hear answers.
+"""Control the processes of graders from ttrl's side (`ttrl.rollouts.graders.grader_worker` is
+theirs): start them, send orders, receive answers.
 
 All of it happens on the event loop, in callbacks of the sockets; there are no threads. A worker has
 one grade at a time.
@@ -24,10 +24,12 @@ from ttrl.system.process_guard import DUMPABLE, SCOPES, landlock_version, prctl
 from ttrl.system.processes import ChildProcess, without_secrets
 
 LOAD_SECONDS = 120.0
-"""For a worker to start and to import what a new grader needs; not counted as grading."""
+"""For a worker to start and import a new grader's modules; not counted as grading."""
 _END_SECONDS = 2.0
-"""From a closed channel to the report of the worker's end; after them, the worker goes on."""
-_KEPT_GRADERS = 64  # in each worker: tasks often have a grader each
+"""Wait for the report of a worker's end after its channel closed; without one, the worker is still
+running.
+"""
+_KEPT_GRADERS = 64  # in each worker: many tasks have their own grader
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -40,8 +42,8 @@ class End(Exception):  # noqa: N818 - never leaves this package
     """A worker gave no answer.
 
     kind: "timeout", "load" (a timeout too), "garbage", "closed" (the channel), "died", or "not
-        taken": it died before it had read its order.
-    status: the exit code of a worker that died, negative for a signal; None where nobody knows.
+        taken": it died before reading its order.
+    status: the exit code of a dead worker, negative for a signal; None if unknown.
     """
 
     def __init__(self, kind: str, status: int | None = None) -> None:
@@ -51,25 +53,25 @@ class End(Exception):  # noqa: N818 - never leaves this package
 
 
 class Keeper:
-    """Our side of the keeper, the process that forks workers. memory: bytes of one grade. cpu:
-    seconds of one grade.
+    """Controls the keeper, the process forking workers. memory: bytes of one grade. cpu: seconds of
+    one grade.
     """
 
     def __init__(self, memory: int, cpu: float) -> None:
         self.ended = False
         self.last_words = ""
-        """The end of what the keeper wrote, once it has ended."""
+        """The end of the keeper's output, after its end."""
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._folder = tempfile.TemporaryDirectory(prefix="ttrl-graders-")
         path = [entry or os.getcwd() for entry in sys.path]
         if landlock_version() < SCOPES:  # else each worker shuts itself in
-            # /proc shows our environment and memory no longer to whatever runs as this user.
+            # /proc no longer shows our environment and memory to this user's processes.
             prctl(DUMPABLE, 0)
         self._orders, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
             self._child = ChildProcess(
-                # -P: our sys.path is given to it; what lies in the current folder must not come
-                # before the standard library.
+                # -P: it gets our sys.path; the current folder must not come before the standard
+                # library.
                 [sys.executable, "-P", "-c", _PROGRAM, json.dumps(path), str(memory), str(cpu)],
                 Path(self._folder.name, "keeper.log"),
                 without_secrets(),
@@ -77,7 +79,7 @@ class Keeper:
             ).start()
 
     async def worker(self) -> "Worker":
-        """Start a worker. It is not usable where the keeper has ended."""
+        """Start a worker. It is not usable if the keeper has ended."""
         channel, its_channel = socket.socketpair()
         control, its_control = socket.socketpair()
         with its_channel, its_control:
@@ -106,7 +108,7 @@ class Keeper:
 
 
 class _Report(asyncio.Protocol):
-    """The report of a worker's guard, which ends with its socket."""
+    """The report of a worker's guard; it ends with its socket."""
 
     def __init__(self, ended: Callable[[int | None], None]) -> None:
         self._ended = ended
@@ -117,7 +119,7 @@ class _Report(asyncio.Protocol):
         self._data += data
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell the exit code; None where the guard was killed."""
+        """Report the exit code; None if the guard was killed."""
         status = None
         if self._data:
             status = json.loads(self._data)["returncode"]
@@ -125,7 +127,7 @@ class _Report(asyncio.Protocol):
 
 
 class Worker(asyncio.Protocol):
-    """Our side of one worker: the messages that come, and the order that it works on.
+    """Controls one worker: its messages and its current order.
 
     channel: the socket to the worker. control: the socket to its guard.
     """
@@ -153,15 +155,15 @@ class Worker(asyncio.Protocol):
     async def grade(
         self, key: int, pickle_: bytes, choice: bytes, where: str, timeout: float
     ) -> dict[str, Any]:
-        """Return the worker's answer. Raises End when it gives none."""
+        """Return the worker's answer. Raises End if there is none."""
         new = key not in self._known
         forget = []
         self._known[key] = None
         self._known.move_to_end(key)
         if len(self._known) > _KEPT_GRADERS:
             forget = [self._known.popitem(last=False)[0]]
-        # A name that no earlier grader can know: whatever one of them still sends is not taken for
-        # the answer to this order.
+        # A name unknown to all earlier graders: their late messages are not taken for answers to
+        # this order.
         self._order = secrets.token_hex(8)
         header = {"order": self._order, "grader": key, "where": where, "forget": forget}
         self._answers = asyncio.Queue()
@@ -187,8 +189,8 @@ class Worker(asyncio.Protocol):
 
     async def _next(self, seconds: float, kind: str) -> dict[str, Any]:
         assert self._answers is not None
-        # A callback of the loop runs after those of what has come: an answer that is there counts,
-        # however late the loop looks.
+        # The timer's callback runs after those of received data: an arrived answer counts, however
+        # late the loop looks.
         timer = asyncio.get_running_loop().call_later(seconds, self._fail, End(kind))
         try:
             answer = await self._answers.get()
@@ -199,12 +201,10 @@ class Worker(asyncio.Protocol):
         return answer
 
     def data_received(self, data: bytes) -> None:
-        """Take the answers to the order; a worker that sends anything else is not given another
-        one.
-        """
+        """Take the answers to the order; a worker sending anything else gets no further one."""
         self._buffer += data
         if self._answers is None:
-            self.usable = False  # nobody has asked: left by an earlier grader
+            self.usable = False  # unrequested: left by an earlier grader
             return
         try:
             while (frame := unpack(self._buffer, MAX_ANSWER)) is not None:
@@ -216,7 +216,7 @@ class Worker(asyncio.Protocol):
             self._fail(End("garbage"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell how it was lost. A reset means that the worker died with (part of) its order unread.
+        """Report the loss. After a reset, the worker died with (part of) its order unread.
         Otherwise the guard should soon report the worker's end.
         """
         if isinstance(error, ConnectionResetError | BrokenPipeError):
@@ -226,22 +226,22 @@ class Worker(asyncio.Protocol):
             self._loop.call_later(_END_SECONDS, self._fail, End("closed"))
 
     def has_ended(self, status: int | None) -> None:
-        """Take the guard's word that the worker is gone; status: None where the guard is gone, or
-        the keeper.
+        """Handle the guard's report of the worker's end; status: None if the guard or the keeper is
+        gone.
         """
-        # Without its guard a worker cannot go on; if it had no grader yet, its choice can still be
-        # given to another one.
+        # A worker cannot go on without its guard; if it had no grader yet, another one can take its
+        # choice.
         if status is None and self._is_loading:
             end = End("not taken")
         else:
             end = End("died", status)
-        # The answer may have come just before, or the order may be unread, so that is heard first
-        # (a lost connection by a callback of its own).
+        # The answer may have just arrived, or the order may be unread: check first (a lost
+        # connection has its own callback).
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon(self._loop.call_soon, self._fail, end)
 
     def end(self) -> None:
-        """Have the worker killed with all that it started. Harmless when repeated."""
+        """Kill the worker with all its children. Harmless when repeated."""
         self.usable = False
         with contextlib.suppress(RuntimeError):  # the loop is closed
             for transport in self._transports:

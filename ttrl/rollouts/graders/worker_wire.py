@@ -1,7 +1,7 @@
-"""The messages between ttrl and the processes of graders: frames of JSON and bytes, and choices.
+"""Exchange messages between ttrl and the processes of graders: frames of JSON and bytes, and
+choices.
 
-Answers of graders' processes are read as JSON alone: nothing that a grader made is ever unpickled
-here.
+Answers of graders' processes are read only as JSON: a grader's objects are never unpickled here.
 """
 
 import json
@@ -28,8 +28,8 @@ def pack(header: dict[str, Any], *parts: bytes) -> bytes:
 def unpack(
     buffer: bytearray, limit: int | None = None
 ) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Take one message off the front of `buffer`; None while it is incomplete. Raises ValueError
-    for anything else.
+    """Take one message off the front of `buffer`; return None if incomplete. Raises ValueError for
+    anything else.
     """
     if len(buffer) < _HEAD.size:
         return None
@@ -57,14 +57,14 @@ def unpack(
 
 
 def choice_to_json(choice: Choice) -> bytes:
-    """Write all that a grader can see of a choice, fields that OpenAI does not know included."""
+    """Write all fields of a choice visible to a grader, including those unknown to OpenAI."""
     logprobs = unbuilt_logprobs(choice)
     options: Any = {"exclude_unset": True, "by_alias": True, "warnings": False}
     if logprobs is not None:
         options["exclude"] = {"logprobs"}
     try:
         data = choice.model_dump_json(**options).encode()
-    except ValueError:  # lone surrogates, which no UTF-8 can hold; as escapes, JSON can
+    except ValueError:  # lone surrogates: invalid in UTF-8, but valid as JSON escapes
         data = json.dumps(choice.model_dump(**options)).encode()
     if logprobs is None:
         return data

@@ -1,8 +1,8 @@
-"""Decides how many requests one server takes at a time.
+"""Decide the number of requests in flight to one server.
 
-vLLM starts a request as soon as its prompt fits. Growing completions then fill the KV cache, and it
-preempts the newest requests and computes them again later. A server with too few requests idles.
-So a server gets as many samples as fit by their mean length, times a factor. The factor falls while
+vLLM starts a request once its prompt fits. Growing completions then fill the KV cache, and it
+preempts the newest requests and computes them again later. A server with too few requests idles. So
+a server gets as many samples as fit by their mean length, times a factor. The factor falls while
 the server preempts, and rises while its cache has space. A server without a KV cache in its
 /metrics gets a number of requests found by trial, as TCP does.
 """
@@ -23,12 +23,12 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a vLLM server says of itself, summed over its engines. A sample of a request with n > 1
-    counts as a request there.
+    """A vLLM server's metrics, summed over its engines. A sample of a request with n > 1 counts
+    there as a request.
     """
 
     capacity: float
-    """Tokens that fit into the KV cache."""
+    """Capacity of the KV cache in tokens."""
     block_size: float
     running: float
     waiting: float
@@ -40,9 +40,7 @@ class Metrics:
 
 
 def read_metrics(text: str) -> Metrics | None:
-    """Read Prometheus text as vLLM 0.32 writes it; None where the size of a KV cache is not in
-    it.
-    """
+    """Read Prometheus text of vLLM 0.32; return None without the size of a KV cache."""
     sums: dict[str, float] = {}
     capacity = block_size = blocks = 0.0
     usages: list[float] = []
@@ -60,8 +58,8 @@ def read_metrics(text: str) -> Metrics | None:
                 sums[name] = sums.get(name, 0.0) + value
         except (KeyError, ValueError):  # "None" while it starts, or another program's metric
             continue
-    # The tokens are each engine's own, and right also where layers keep different numbers of them;
-    # older versions do not have them. The blocks of every line are those of all engines.
+    # The tokens are per engine, and correct even if layers keep different numbers of them; older
+    # versions lack them. The blocks of every line are those of all engines.
     capacity = capacity or blocks * block_size
     if capacity <= 0 or not math.isfinite(capacity):
         return None
@@ -88,10 +86,10 @@ _RAISE = 1.1
 _MANY_PREEMPTIONS = 0.05
 """Preemptions between two polls, as a share of the running samples."""
 _SPACE = 0.9
-"""The share of the cache below which it has space."""
+"""The cache has space below this share."""
 _LEAST_QUEUE = 16
-"""Samples waiting at the server, so that its batch never lacks one: vLLM runs at most max_num_seqs
-at a time and does not report this limit.
+"""Samples waiting at the server to keep its batch full: vLLM runs at most max_num_seqs at a time
+and does not report this limit.
 """
 _FIRST_QUEUE = 256
 
@@ -113,7 +111,7 @@ class Load:
 class ServerRoom:
     """Count the requests in flight to one server, and decide whether it takes another.
 
-    Times are seconds of any clock that goes forward.
+    Times are seconds of any monotonic clock.
     """
 
     def __init__(self, lengths: Lengths) -> None:
@@ -132,8 +130,8 @@ class ServerRoom:
         self._last_refusal = -math.inf
         self._successes = 0
         self._known_good = 0.0
-        # A clock of tokens: the length of a completion which runs all the time. Its rate is that
-        # of the last poll.
+        # A clock of tokens: the length of a permanently running completion. Its rate is the last
+        # poll's.
         self._tokens = 0.0
         self._rate = 0.0
         self._polled_at = 0.0
@@ -142,8 +140,8 @@ class ServerRoom:
         self._finished = 0
         self._queue = float(_FIRST_QUEUE)
         self._over = 0.0
-        """Samples in flight as of the last poll which are done, while others of their request are
-        not.
+        """Samples in flight at the last poll and already done, with others of their request
+        unfinished.
         """
         self._held_back = False
 
@@ -156,12 +154,12 @@ class ServerRoom:
             load.n * min(max(clock - load.began, 0.0), load.max_tokens or math.inf)
             for load in self.loads
         )
-        over = max(self._over, 0.0)  # they ended somewhere between then and now
+        over = max(self._over, 0.0)  # they ended between then and now
         return tokens * min(1.0, (self.metrics.running + over / 2) / self.samples)
 
     def generated(self, now: float) -> float:
-        """Estimate the completion tokens of the server since its first metrics, those of other
-        clients included.
+        """Estimate the server's completion tokens since its first metrics, including other
+        clients'.
         """
         if self.metrics is None:
             running = 0.0
@@ -172,9 +170,9 @@ class ServerRoom:
     # Admission
 
     def expected(self, known: KnownLengths) -> float:
-        """Return the tokens in the cache when the requests in flight are done.
+        """Return the tokens in the cache at the end of the requests in flight.
 
-        Samples that ended before others of their request need no cache.
+        Samples finished before others of their request need no cache.
         """
         samples = self.samples - max(self._over, 0.0)
         return self._tokens_of(known, self._chars, samples, self._max_tokens)
@@ -218,7 +216,7 @@ class ServerRoom:
         return self.expected(known) + more <= self.factor * self.metrics.capacity
 
     def add(self, load: Load, now: float) -> None:
-        """Count `load`, which is sent."""
+        """Count `load` as sent."""
         load.began = self._clock(now)
         self.loads.add(load)
         self.samples += load.n
@@ -227,7 +225,7 @@ class ServerRoom:
         self._waiting += load.n
 
     def remove(self, load: Load) -> None:
-        """Forget `load`, which is over, however it ended."""
+        """Remove the finished `load`, after success or failure."""
         self.loads.discard(load)
         self._over *= 1.0 - load.n / self.samples
         self.samples -= load.n
@@ -235,7 +233,7 @@ class ServerRoom:
         self._waiting -= load.n
         self._finished += load.n
 
-    # What the server shows
+    # The server's metrics
 
     def succeeded(self) -> None:
         """Raise the limit by one after as many answers; faster below the last good limit."""

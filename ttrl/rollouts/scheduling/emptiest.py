@@ -1,8 +1,8 @@
-"""Finds the emptiest server with room for a request, in a time independent of their number.
+"""Find the emptiest server with room for a request, in a time independent of their number.
 
 Servers stand in heaps by how full they are. A server without room for a request of n samples goes
-to a heap of its own kind. It is asked again for fewer samples, after a change, or by new lengths.
-The lengths of prompts and completions, by which all servers are compared, are renewed once in four
+to a separate heap for n. It is asked again for fewer samples, after a change, or by new lengths.
+The lengths of prompts and completions, used to compare all servers, are renewed once in four
 changes per server. By these lengths, the choice equals that of asking all servers.
 """
 
@@ -25,10 +25,10 @@ class Emptiest:
         self._lengths = lengths
         self._place = {server: place for place, server in enumerate(servers)}
         self._stamps = [0] * len(servers)
-        """Of each server's last change: an entry with an older one is no longer true."""
+        """Of each server's last change; entries with older stamps are outdated."""
         self._refused = [math.inf] * len(servers)
-        """The fewest samples for which it had no room: the heap that it stands in; 0: it is not
-        open, and stands in none.
+        """The fewest samples refused for lack of room: the server's heap; 0: not open, and in no
+        heap.
         """
         self._heaps: dict[float, list[tuple[float, int, int]]] = {}
         """(how full, place, stamp) by samples refused."""
@@ -36,24 +36,21 @@ class Emptiest:
         self._renew()
 
     def changed(self, server: Server) -> None:
-        """Notice that more or less is in flight to a server, that it was heard of, or is open
-        again.
-        """
+        """Record a change of a server: its requests in flight, its metrics, or its reopening."""
         self._put(self._place[server], math.inf)
 
     def choose(
         self, load: Load, now: float, preferred: Server | None = None, slack: float = 0.0
     ) -> Server | None:
-        """Return the emptiest open server that has room for `load`, the first of several; or
-        `preferred`, where that has room and is fuller by no more than `slack`. None where none has
-        room.
+        """Return the emptiest open server with room for `load`, the first of several; or
+        `preferred`, if it has room and is fuller by at most `slack`. Return None if none has room.
         """
         while (found := self._top(load.n)) is not None:
             share, place, stamp = found
             server = self._servers[place]
             if not server.is_open(now):
                 self._put(place, 0)
-            # It refused some: it is fuller than it was.
+            # It refused some: it is fuller than before.
             elif (really := self._share(place)) != share:
                 heapq.heapreplace(self._heaps[self._refused[place]], (really, place, stamp))
             elif server.room.admits(load, self._known):
@@ -75,7 +72,7 @@ class Emptiest:
         return self._servers[place].room.share(self._known)
 
     def _top(self, samples: int) -> tuple[float, int, int] | None:
-        """Return the least entry of those that have not refused so few samples."""
+        """Return the least entry of servers without a refusal of so few samples."""
         best = None
         for refused, heap in self._heaps.items():
             if refused <= samples:
@@ -87,7 +84,7 @@ class Emptiest:
         return best
 
     def _put(self, place: int, refused: float) -> None:
-        """Put a server into the heap of those that refused so many samples, until it changes."""
+        """Put a server into the heap for this number of refused samples, until it changes."""
         self._stamps[place] += 1
         self._refused[place] = refused
         self._changes += 1

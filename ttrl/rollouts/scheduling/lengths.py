@@ -1,4 +1,4 @@
-"""Measures prompts and completions while sampling, for the admission of requests by a server's KV
+"""Measure prompts and completions while sampling, for the admission of requests by a server's KV
 cache.
 """
 
@@ -11,7 +11,7 @@ DEFAULT_LENGTH = 1024.0
 """Tokens of a completion without max_tokens, before any has finished."""
 _MEAN_WINDOW = 256
 _PROMPT_WINDOW = 1e6
-"""Characters of prompts after which older ones count for half."""
+"""Characters of prompts before older ones count for half."""
 
 
 class KnownLengths(NamedTuple):

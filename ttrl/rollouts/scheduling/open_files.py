@@ -1,5 +1,5 @@
-"""Every request in flight is an open file, and a shell allows 1,024 of them: raised here as far as
-the system lets us.
+"""Raise the limit on open files: every request in flight is one, and a shell allows 1,024 of
+them.
 """
 
 import logging
@@ -13,23 +13,20 @@ except ImportError:  # Windows has no such limit
 logger = logging.getLogger(__name__)
 
 RESERVE = 256
-"""Files for everything that is no request: logs, caches, libraries, children, connections that
-close.
-"""
+"""Files for everything except requests: logs, caches, libraries, children, closing connections."""
 
 
 class OpenFiles:
-    """How many connections may be open at once. The limit is looked at when it could matter, not
-    before.
-    """
+    """Limits open connections. Reads the system's limit only when it could matter."""
 
     def __init__(self) -> None:
         self._most = 0.0
         self._is_final = False
 
     def allows(self, connections: int) -> bool:
-        """Return whether so many may be open. Lifts the process's soft limit if need be; warns once
-        where the hard one is too low."""
+        """Return whether so many may be open. Raises the process's soft limit if needed; warns once
+        if the hard one is too low.
+        """
         if connections <= self._most:
             return True
         if self._is_final:
@@ -49,8 +46,8 @@ class OpenFiles:
 
 
 def open_file_limit(wanted: int) -> float:
-    """Return how many files this process may have open, after raising the soft limit if `wanted` is
-    more.
+    """Return the number of files this process may open, after raising a soft limit below
+    `wanted`.
     """
     if resource is None:
         return math.inf
@@ -59,8 +56,7 @@ def open_file_limit(wanted: int) -> float:
         return math.inf
     if soft >= wanted:
         return soft
-    # Twice what is wanted now, so that it is raised a few times only; Linux allows no infinity
-    # here.
+    # Twice the wanted number, to raise it only a few times; Linux allows no infinity here.
     if hard == resource.RLIM_INFINITY:
         target = 2 * wanted
     else:

@@ -1,6 +1,4 @@
-"""One server as the requests see it: what is in flight to it, whether it answers, and what it says
-of its load.
-"""
+"""Track one server: requests in flight, health and load."""
 
 import asyncio
 import logging
@@ -17,23 +15,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAULTS_IN_A_ROW = 3
-"""5xx, timeouts, stalls and unreadable answers without a success between, after which a server is
-doubted.
-"""
+"""5xx, timeouts, stalls and unreadable answers in a row before a server is doubted."""
 PROBE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 5.0)
-"""Seconds between the probes of a server that is out; the last one again and again."""
+"""Seconds between the probes of a failed server; the last one repeats."""
 PROBE_TIMEOUT = 5.0
 POLL_PAUSE = 1.0
-"""Seconds between two looks at /metrics while requests are in flight."""
+"""Seconds between two reads of /metrics while requests are in flight."""
 UNANSWERED_IN_A_ROW = 2
-"""Looks at /metrics that got no answer in time, with no request answered between, after which a
-server is doubted.
-"""
+"""Reads of /metrics timing out before a server is doubted, if no request is answered in between."""
 LONGEST_RETRY_AFTER = 120.0
 """A server's Retry-After is obeyed up to this many seconds."""
 ABANDON_AFTER = 30.0
-"""Seconds after which requests in flight to a server that is out are moved: a machine that is gone
-closes no connection.
+"""Seconds before requests in flight to a failed server are moved: a dead machine closes no
+connection.
 """
 
 
@@ -50,22 +44,22 @@ class Lease:
 
 
 class Server:
-    """Its health is decided by probes: a broken connection or many faults only make it doubtful,
-    and a probe is made at once.
+    """One server. Probes decide its health: a broken connection or many faults only make it
+    doubtful, and a probe follows at once.
     """
 
     def __init__(
         self, transport: "Transport", lengths: Lengths, changed: Callable[["Server"], None]
     ) -> None:
-        """`changed` is called with it whenever more may be sent to it, or when it is out."""
+        """`changed` is called with it whenever it has more room or has failed."""
         self.transport, self.room = transport, ServerRoom(lengths)
         self.leases: set[Lease] = set()
         self.up = True
         self.was_heard = False
-        """It has answered something, once."""
+        """Whether it has ever answered."""
         self.last_fault: RequestError | None = None
         self.held_until = 0.0
-        """It asked for a pause until then, on the loop's clock."""
+        """End of its requested pause, on the loop's clock."""
         self._changed = changed
         self._faults = self._rests = self._unanswered = 0
         self._examination: asyncio.Task[bool] | None = None
@@ -77,16 +71,16 @@ class Server:
         return self.transport.base_url
 
     def is_open(self, now: float) -> bool:
-        """Return whether requests may be sent to it at all."""
+        """Return whether it accepts requests at all."""
         return self.up and now >= self.held_until and self._examination is None
 
     async def start(self) -> None:
-        """Look at /metrics once, and from then on while requests are in flight."""
+        """Read /metrics once, and then regularly while requests are in flight."""
         if await self._poll():
             self._spawn(self._keep_polling())
 
     async def stop(self) -> None:
-        """End everything that runs in the background."""
+        """End all background tasks."""
         if self._hold is not None:
             self._hold.cancel()
         tasks: list[asyncio.Task[None] | asyncio.Task[bool]] = [*self._background]
@@ -96,20 +90,19 @@ class Server:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # What requests report
+    # Reports of requests
 
     def succeeded(self) -> None:
-        """Notice that a request was answered."""
+        """Record an answered request."""
         self.was_heard = True
         self._faults = self._rests = self._unanswered = 0
         self.room.succeeded()
 
     async def failed(self, error: RequestError, *, has_others: bool) -> bool:
-        """Take in a failure that is worth a retry; True where the server is out because of it, or
-        already was.
+        """Record a retryable failure; return True if the server is now out, or was already.
 
-        has_others: another server would take the requests, so that this one may rest although it
-            still answers probes.
+        has_others: another server would take the requests, so this one may rest even if it still
+            answers probes.
         """
         loop = asyncio.get_running_loop()
         self.last_fault = error
@@ -134,7 +127,7 @@ class Server:
         return not await asyncio.shield(self._examination)
 
     def hold(self, seconds: float) -> None:
-        """Send nothing new for so long."""
+        """Send nothing new for this long."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         if until > self.held_until:
@@ -144,8 +137,8 @@ class Server:
             self._hold = loop.call_at(until, self._go_on)
 
     def _go_on(self) -> None:
-        """End the pause, even where the loop's clock is still a hair before its end: timers fire
-        early by its resolution.
+        """End the pause, even slightly early on the loop's clock: timers fire early by its
+        resolution.
         """
         self._hold = None
         self.held_until = 0.0
@@ -177,7 +170,7 @@ class Server:
         return False
 
     async def _bring_back(self, number: int) -> None:
-        """Probe with growing pauses, from the one of this number on, until it answers."""
+        """Probe with growing pauses, starting at this number, until it answers."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
@@ -196,7 +189,7 @@ class Server:
     async def _answers(self) -> bool:
         """Return whether it answers GET /models; anything below 500 is a sign of life."""
         try:
-            async with asyncio.timeout(2 * PROBE_TIMEOUT):  # should a transport not keep to its own
+            async with asyncio.timeout(2 * PROBE_TIMEOUT):  # in case a transport ignores its own
                 await self.transport.get("/models", timeout=PROBE_TIMEOUT)
         except RequestError as error:
             alive = error.kind == "malformed" or (
@@ -214,7 +207,7 @@ class Server:
     # Load
 
     async def _poll(self) -> bool:
-        """Look at /metrics; False where there are none."""
+        """Read /metrics; return False if there are none."""
         try:
             text = await self.transport.get("/metrics", root=True, timeout=PROBE_TIMEOUT)
         except RequestError as error:
@@ -251,8 +244,8 @@ class Server:
 
 
 def _waited_for_a_connection(error: BaseException | None) -> bool:
-    """Tell whether the time was spent in the client's own pool of connections: that says nothing of
-    the server.
+    """Return whether the client's own connection pool took the time; this says nothing about the
+    server.
     """
     while error is not None and "PoolTimeout" not in type(error).__name__:
         error = error.__cause__ or error.__context__

@@ -1,14 +1,13 @@
-"""Sends requests to servers: as many at once as they have room for, to the one that has most, again
-where they fail.
+"""Send requests to servers: up to their capacity, to the emptiest server, with retries.
 
     async with Servers(transports, concurrency=None) as servers:
         answers = await servers.send(attempt, size=Size(prompt=2000, n=16, max_tokens=512),
         max_retries=4)
 
-Requests wait in one queue, first come, first served; a request that is tried again keeps its place.
-A server that does not answer is taken out and probed until it is back; its requests move to the
-others, or wait, and neither counts as a retry. Completions that a server broke off, as vLLM does
-with all of them when it is ended, count as not answered.
+Requests wait in one queue, first come, first served; a retried request keeps its place. An
+unresponsive server is taken out and probed until it is back; its requests move to other servers or
+wait, and neither counts as a retry. Completions broken off by a server, as all are when vLLM ends,
+count as unanswered.
 """
 
 import asyncio
@@ -41,33 +40,32 @@ FIRST_DELAY = 0.5
 """Seconds before the first retry; doubled each time, with up to a quarter taken off at random."""
 LONGEST_DELAY = 8.0
 FIRST_PATIENCE = 10.0
-"""Seconds to wait for servers of which none has ever answered: the address is probably wrong."""
+"""Seconds to wait if no server has ever answered: the address is probably wrong."""
 _MOST_MOVES = 8
-"""From servers that went out, without it counting as a retry: a request that kills its server must
-not be sent for ever.
+"""Moves from failed servers before they count as retries: a request killing its servers must not be
+sent forever.
 """
 _AFFINITY_SLACK = 0.1
-"""A server keeps the requests of one affinity while it is fuller than the emptiest by no more than
-this share of its room.
+"""A server keeps the requests of one affinity if it is fuller than the emptiest by at most this
+share of its room.
 """
 _AFFINITIES = 100_000
 _START_SECONDS = 2.0
 _BROKEN_OFF = re.compile(rb'"finish_reason"\s*:\s*"(abort|error)"')
-"""In the JSON of a choice; within a string its quotation marks would have backslashes before them.
-"""
+"""In the JSON of a choice; inside a string its quotation marks would have backslashes."""
 
 Attempt: TypeAlias = "Callable[[Transport], Awaitable[list[Answer | None]]]"
 
 
 class Size(NamedTuple):
-    """How large a request is."""
+    """The size of a request."""
 
     prompt: int
     """Characters of its messages."""
     n: int
     """Samples."""
     max_tokens: int | None
-    """Of each sample; None where the server decides."""
+    """Of each sample; None if the server decides."""
 
     @classmethod
     def of(cls, messages: Sequence[Mapping[str, Any]], n: int, max_tokens: int | None) -> "Size":
@@ -87,7 +85,7 @@ class _Waiter:
 
 
 class Servers:
-    """Use it as a context manager, within one event loop."""
+    """Distributes requests over servers. A context manager, within one event loop."""
 
     def __init__(
         self,
@@ -99,12 +97,12 @@ class Servers:
     ) -> None:
         """transports: one per server; they are not closed here.
 
-        concurrency: requests in flight at the most, over all servers; or a semaphore that is held
-            for each; None leaves it to what the servers have room for.
+        concurrency: limit on requests in flight over all servers, or a semaphore held for each;
+            None uses the servers' capacity.
         max_downtime: seconds to wait while no server answers.
-        lengths: what is known of prompts and completions, from an earlier call with the same model.
+        lengths: known lengths of prompts and completions from an earlier call with the same model.
 
-        Raises UserError for values that cannot be meant.
+        Raises UserError for invalid values.
         """
         if not is_number(max_downtime) or max_downtime < 0:
             raise UserError(
@@ -122,7 +120,7 @@ class Servers:
         self.lengths = lengths or Lengths()
         self.max_downtime = float(max_downtime)
         self.servers = [Server(transport, self.lengths, self._changed) for transport in transports]
-        # Who names a number means it: servers that say nothing of their room begin with it.
+        # Respect a given number: servers without a known capacity begin with it.
         if self._most is not None:
             for server in self.servers:
                 server.room.limit = max(server.room.limit, math.ceil(self._most / len(transports)))
@@ -137,11 +135,9 @@ class Servers:
         self._give_up: asyncio.TimerHandle | None = None
 
     def tokens_in_flight(self, finished: int) -> float:
-        """Estimate how many completion tokens the requests in flight have got, at servers that say
-        how fast they are.
+        """Estimate the completion tokens of requests in flight, at servers reporting their speed.
 
-        finished: tokens of all answers that have come; with these they cannot be more than the
-            servers have made.
+        finished: tokens of all received answers; together they cannot exceed the servers' output.
         """
         now = asyncio.get_running_loop().time()
         rooms = [server.room for server in self.servers]
@@ -150,18 +146,18 @@ class Servers:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a server that has room."""
+        """Number of requests waiting for a server with room."""
         return len(self._queue)
 
     @property
     def away_seconds(self) -> float:
-        """For how long no server has answered; 0 while one does."""
+        """Seconds since any server answered; 0 while one does."""
         if self._nobody_since is None:
             return 0.0
         return asyncio.get_running_loop().time() - self._nobody_since
 
     async def __aenter__(self) -> "Servers":
-        # A server that is slow to say what it has room for is used as one that does not say.
+        # Do not wait longer for a server's capacity; treat it as unknown.
         starts = [asyncio.create_task(server.start()) for server in self.servers]
         try:
             _, self._slow_starts = await asyncio.wait(starts, timeout=_START_SECONDS)
@@ -190,9 +186,7 @@ class Servers:
         )
 
     def ticket(self) -> int:
-        """Take a place in the queue, for requests of one sample that come one after another: see
-        `send`.
-        """
+        """Take a place in the queue for one sample's consecutive requests: see `send`."""
         return next(self._tickets)
 
     async def send(
@@ -204,20 +198,19 @@ class Servers:
         affinity: Hashable = None,
         ticket: int | None = None,
     ) -> list[Answer | None]:
-        """Run `attempt` with the transport of a server that has room, again after failures that
-        another try may mend.
+        """Run `attempt` with the transport of a server with room, again after temporary failures.
 
         max_retries: further attempts after connection errors, timeouts, stalls, unreadable answers,
-            408, 429 and 5xx, with pauses of 0.5, 1, 2 … 8 seconds or as long as the server asks
-            for. Moving away from a server that is out is not counted.
-        affinity: requests with an equal one go to the same server if they can: its prefix cache
-            knows their prompt.
-        ticket: the place in the queue, the lowest is first; None: behind all that came before. A
-            conversation that keeps its own goes on before new ones are begun, while the server's
-            prefix cache still has it.
+            408, 429 and 5xx, with pauses of 0.5, 1, 2 … 8 seconds or as requested by the server.
+            Moving away from a failed server is not counted.
+        affinity: requests with an equal one go to the same server if possible: its prefix cache has
+            their prompt.
+        ticket: the place in the queue, lowest first; None: behind all earlier ones. A conversation
+            keeping its ticket continues before new ones begin, while the server's prefix cache
+            still has it.
 
-        Raises RequestError: the last one of this request, or, after `max_downtime` seconds in which
-        no server answered, one that says so. Whatever else `attempt` raises comes through.
+        Raises RequestError: the request's last one or, after `max_downtime` seconds without any
+        answering server, one saying so. Other exceptions of `attempt` pass through.
         """
         if ticket is None:
             ticket = next(self._tickets)
@@ -248,7 +241,7 @@ class Servers:
                 raise _with_attempts(error, attempts + 1) from error
             others = self._others(lease.server)
             is_out = await lease.server.failed(_copied(error, str(error)), has_others=others)
-            # Who breaks some of its requests off is soon the emptiest again.
+            # A server breaking off requests is soon the emptiest again.
             if others and affinity is not None:
                 self._last_served[affinity] = self._another(lease.server)
             if is_out and moves < _MOST_MOVES:
@@ -278,7 +271,7 @@ class Servers:
             server = self._choose(load, affinity)
             if server is not None:
                 return self._lease(server, load, affinity)
-        # Nobody has answered for too long.
+        # No server has answered for too long.
         if self._nobody_since is not None and self._give_up is None:
             raise self._nobody()
         waiter = _Waiter(asyncio.get_running_loop().create_future(), load, affinity)
@@ -295,7 +288,7 @@ class Servers:
                 self._release(waiter.lease.result())
             else:
                 waiter.lease.cancel()
-                self._pump()  # it may have stood at the head for want of room for just this one
+                self._pump()  # its size may have blocked the queue
             raise
 
     def _lease(self, server: Server, load: Load, affinity: Hashable) -> Lease:
@@ -322,9 +315,7 @@ class Servers:
             self._pump()
 
     def _pump(self) -> None:
-        """Send as many of those that wait as there is room for, in their order; wakes nobody
-        else.
-        """
+        """Send waiting requests in order while there is room; wake no others."""
         while self._queue:
             waiter = self._queue[0][1]
             if waiter.lease.done():
@@ -337,7 +328,7 @@ class Servers:
             waiter.lease.set_result(self._lease(server, waiter.load, waiter.affinity))
 
     def _choose(self, load: Load, affinity: Hashable) -> Server | None:
-        """Return the emptiest server that has room, or the one that last served this affinity."""
+        """Return the emptiest server with room, or the last one of this affinity."""
         if self._most is not None and self._in_flight >= self._most:
             return None
         if self._in_flight and not self._files.allows(self._in_flight + 1):
@@ -346,7 +337,7 @@ class Servers:
         return self._emptiest.choose(load, asyncio.get_running_loop().time(), last, _AFFINITY_SLACK)
 
     def _another(self, server: Server) -> Server:
-        """Return any other server that is open, the same one where there is none by now."""
+        """Return any other open server, or the same one if there is none by now."""
         now = asyncio.get_running_loop().time()
         return random.choice(
             [other for other in self.servers if other is not server and other.is_open(now)]
@@ -360,7 +351,7 @@ class Servers:
     # When no server is left
 
     def _changed(self, server: Server) -> None:
-        """Notice that a server went out, came back, or has more room."""
+        """Handle a server going out, coming back or gaining room."""
         loop = asyncio.get_running_loop()
         self._emptiest.changed(server)
         (self._down.discard if server.up else self._down.add)(server)
@@ -402,8 +393,9 @@ class Servers:
 
 
 def _without_broken_off(answers: list[Answer | None], base_url: str) -> list[Answer | None]:
-    """Put None for completions that the server broke off: they are asked for again, as those are
-    that it left out. Raises RequestError if there are no others."""
+    """Put None for completions the server broke off: like omitted ones, they are requested again.
+    Raises RequestError if there are no others.
+    """
     kept: list[Answer | None] = []
     reasons = set()
     for answer in answers:
@@ -425,8 +417,8 @@ def _without_broken_off(answers: list[Answer | None], base_url: str) -> list[Ans
 
 
 def _copied(error: RequestError, text: str) -> RequestError:
-    """Return the error with another text, without its traceback, which keeps alive whatever the
-    frames hold.
+    """Return the error with another text and no traceback; a traceback keeps its frames' objects
+    alive.
     """
     return RequestError(text, error.kind, status=error.status, retry_after=error.retry_after)
 
@@ -438,8 +430,8 @@ def _with_attempts(error: RequestError, attempts: int) -> RequestError:
 
 
 def _delay(error: RequestError, attempts: int, *, elsewhere: bool) -> float:
-    """Return the seconds to wait. elsewhere: another server may take it, so what this one asked for
-    does not matter.
+    """Return the seconds to wait. elsewhere: another server may take it, so ignore this one's
+    Retry-After.
     """
     if error.retry_after is not None and not elsewhere:
         return min(error.retry_after, LONGEST_RETRY_AFTER)

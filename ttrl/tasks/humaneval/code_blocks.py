@@ -1,11 +1,11 @@
-"""Reading code out of a reply: fenced blocks by the rules of CommonMark 0.31 (section 4.5), and by
-those that models follow instead.
+"""Read code out of a reply: fenced blocks by the rules of CommonMark 0.31 (section 4.5), and by the
+actual habits of models.
 
 A block begins at a fence of three or more backticks or tildes and ends at a fence of the same
 characters, at least as long and with nothing behind it, or at the end of the reply. A longer fence
 may hold shorter ones. The block's lines lose the indentation of its fence. Beyond CommonMark:
 
-- a fence inside a docstring ends nothing, wherever it stands;
+- a fence inside a docstring, at any place, ends nothing;
 - a fence with an info string ("```python") begins another block, even if the last one was not
   closed, unless it is shorter;
 - a block may begin behind other words of a line, its code may begin on the line of the fence, and
@@ -34,9 +34,9 @@ _PYTHON = frozenset({"", "py", "python", "python3", "python2", "py3"})
 _MARKDOWN = frozenset({"markdown", "md"})
 _TRIPLE = ("'''", '"""')
 _DEEPEST_END = 3
-"""Spaces by which a fence may be further inside than the one whose block it ends (CommonMark)."""
+"""Extra indentation in spaces allowed for a closing fence over its opening one (CommonMark)."""
 _LONGEST_LINE = 2000
-"""Characters of a line in which strings are looked for."""
+"""Limit on the characters of a line searched for strings."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Fence:
         return ""
 
     def is_ended_by(self, other: "_Fence") -> bool:
-        """Tell whether another fence ends this one's block: alone in its line, or behind code."""
+        """Tell whether another fence, on its own line or behind code, ends this one's block."""
         if not other.mark.startswith(self.mark) or other.info:
             return False
         if other.before:
@@ -71,7 +71,7 @@ class _Fence:
         return other.indent <= _DEEPEST_END + self.indent
 
     def is_followed_by(self, other: "_Fence") -> bool:
-        """Tell whether another fence begins the next block, although nothing ended this one's."""
+        """Tell whether another fence begins the next block before the end of this one's."""
         if not other.mark.startswith(self.mark) or other.before or not other.info:
             return False
         return self.language not in _MARKDOWN and other.indent <= _DEEPEST_END + self.indent
@@ -80,9 +80,9 @@ class _Fence:
 def read_code(text: str, entry_point: str) -> str:
     """Return the program in a reply, after any thinking.
 
-    It is the last block that defines the function; else code that ends at a fence and began without
-    one, if it defines the function or the reply begins with an indented line, as the rest of a
-    function does; else the last block that is not empty, else the whole reply.
+    It is the last block with the function's definition; else code without an opening fence before
+    its closing one, if it defines the function or the reply begins with an indented line (the rest
+    of a function); else the last non-empty block, else the whole reply.
     """
     text = after_thinking(text)
     lines = text.split("\n")
@@ -102,7 +102,7 @@ def defines(code: str, entry_point: str) -> bool:
 
 
 def is_code(text: str) -> bool:
-    """Tell whether a line begins as a line of Python does, and as no sentence or info string."""
+    """Tell whether a line begins like Python, unlike a sentence or an info string."""
     first = text.split(maxsplit=1)[:1]
     if not first:
         return False
@@ -129,7 +129,7 @@ def _fence_in(line: str) -> _Fence | None:
 
 
 def _blocks(lines: Sequence[str], *, in_markdown: bool = False) -> Iterator[str]:
-    """Yield the text of each block; a block of Markdown is read for the blocks inside it."""
+    """Yield the text of each block; for a block of Markdown, the blocks inside it."""
     at = 0
     while at < len(lines):
         fence = _fence_in(lines[at])
@@ -152,7 +152,7 @@ def _in_one_line(line: str) -> list[str]:
 
 
 def _content(lines: Sequence[str], start: int, fence: _Fence) -> tuple[list[str], int]:
-    """Return the lines of a block from `start` on, and the line at which reading goes on."""
+    """Return the lines of a block from `start` on, and the next line to read."""
     strings = _Strings(lines, fence)
     at = start
     while at < len(lines):
@@ -170,7 +170,7 @@ def _content(lines: Sequence[str], start: int, fence: _Fence) -> tuple[list[str]
 
 
 def _without_indent(lines: Sequence[str], fence: _Fence) -> list[str]:
-    """Take off the fence's indentation, or that of the first line where it has less."""
+    """Take off the fence's indentation, or the first line's if it has less."""
     first = next((line for line in lines if line.strip()), "")
     most = min(fence.indent, len(first) - len(first.lstrip(" \t")))
     without = []
@@ -181,14 +181,14 @@ def _without_indent(lines: Sequence[str], fence: _Fence) -> list[str]:
 
 
 class _Strings:
-    """Finds the strings in triple quotes of a block of Python, in which no fence counts."""
+    """Finds the triple-quoted strings of a block of Python; no fence counts in them."""
 
     def __init__(self, lines: Sequence[str], fence: _Fence) -> None:
         self._lines = lines
         self._fence = fence
 
     def line_after(self, at: int) -> int:
-        """Return the line after `at`, or after the string that begins there."""
+        """Return the line after `at`, or after the string beginning there."""
         if self._fence.language not in _PYTHON:
             return at + 1
         start = 0
@@ -203,7 +203,7 @@ class _Strings:
             start = self._lines[end].index(quotes) + len(quotes)
 
     def _opened(self, line: str, start: int) -> str | None:
-        """Return the quotes of a string that a line begins, from `start` on, and does not end."""
+        """Return the quotes of a string begun by a line, from `start` on, but not ended by it."""
         if len(line) > _LONGEST_LINE:
             return None
         match = _QUOTES.search(line, start)
@@ -218,7 +218,7 @@ class _Strings:
         return None
 
     def _line_with(self, quotes: str, start: int) -> int | None:
-        """Return the line that ends a string; None if none does before the next block begins."""
+        """Return the line ending a string; None if none does before the next block begins."""
         for number in range(start, len(self._lines)):
             if quotes in self._lines[number]:
                 return number
@@ -229,7 +229,7 @@ class _Strings:
 
 
 def _begun_without_fence(lines: Sequence[str]) -> str:
-    """Return code that ends at a fence and began without one; "" if a fence or nothing is first."""
+    """Return code ended but not begun by a fence; "" if a fence or nothing is first."""
     for number, line in enumerate(lines):
         fence = _fence_in(line)
         if fence is not None and not fence.before:

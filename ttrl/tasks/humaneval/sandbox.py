@@ -1,4 +1,4 @@
-"""Run untrusted Python programs, such as those that a model wrote.
+"""Run untrusted Python programs, such as those written by a model.
 
 On Linux, with namespaces of the program's own (user, mount, network, process, ipc), as no user,
 without any capability:
@@ -8,12 +8,12 @@ without any capability:
 - no network: there is none in its namespace, not even the machine's own addresses;
 - no files: it sees Python's standard library and the system's libraries, to read, and an empty
   folder in memory of its own;
-- no processes of others; when the program ends, everything that it has started ends with it.
+- no processes of others; when the program ends, everything it has started ends with it.
 
-What a machine cannot enforce is refused: then nothing is run (`why_not` says so beforehand). It
-needs no root; containers often forbid it, and need the permission to make user namespaces. The
-kernel itself is what it relies on: there is no second wall, and a program in the same process as
-its tests can always tell them lies. macOS and Windows have no such thing: refused.
+If a machine cannot enforce all of this, nothing is run (`why_not` says so beforehand). It needs no
+root; containers often forbid it, and need the permission to make user namespaces. It relies on the
+kernel itself: there is no second wall, and a program in the same process as its tests can always
+tell them lies. macOS and Windows have no such thing: refused.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ from ttrl.system.memory_limit import memory_bytes
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _LONGEST_ANSWER = 64 * 2**10
-"""Bytes of what is read from inside. An answer has 2 kB; a program that finds the pipe could write
+"""Limit on the bytes read from inside. An answer has 2 kB; a program could find the pipe and write
 gigabytes into it.
 """
 _memory = threading.Condition()
 _given = list[int]()
-"""Bytes of each program that runs now, and what guards them."""
+"""Bytes of each running program; guarded by `_memory`."""
 _ENDS = {96: "ended by a signal: a crash", 97: "out of CPU time", 98: "out of time"}
 
 
@@ -53,15 +53,15 @@ class SandboxLimits:
     cpu_seconds: int = 5
     """CPU time of each process, seconds."""
     memory: int = 512 * 2**20
-    """Bytes of address space, Python's own 30 MB included. All that run at once share half of this
-    machine's memory.
+    """Bytes of address space, Python's own 30 MB included. All concurrent programs share half of
+    this machine's memory.
     """
     processes: int = 4
-    """Concurrent threads, the program's first included; elsewhere than on x86_64 processes too,
-    with equal parts of `memory`.
+    """Concurrent threads, the program's first included; on machines other than x86_64 also
+    processes, with equal parts of `memory`.
     """
     disk: int = 4 * 2**20
-    """Bytes of its folder, which is memory, and of any one file."""
+    """Bytes of its in-memory folder, and of any one file."""
 
     def __post_init__(self) -> None:
         for name in ("cpu_seconds", "memory", "processes", "disk"):
@@ -77,7 +77,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxOutcome:
-    """passed: the program ran to its end without an exception. reason: why it did not; "" when it
+    """passed: the program ran to its end without an exception. reason: of the failure; "" if it
     passed.
     """
 
@@ -86,10 +86,10 @@ class SandboxOutcome:
 
 
 def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOutcome:
-    """Run a Python program; return whether it ran to its end, which `sys.exit(0)` is not. Takes 0.1
-    s and the program's time.
+    """Run a Python program; return whether it ran to its end (`sys.exit(0)` does not count). Takes
+    0.1 s and the program's time.
 
-    Raises GraderError where this machine cannot enforce all the limits; nothing was run then.
+    Raises GraderError if this machine cannot enforce all the limits; nothing was run then.
     """
     limits = limits or SandboxLimits()
     if not sys.platform.startswith("linux"):
@@ -102,8 +102,8 @@ def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOu
 
 @contextlib.contextmanager
 def _share_of_memory(size: int) -> Iterator[None]:
-    """Wait until the programs that run in this process have no more than half of the machine's
-    memory together.
+    """Wait until this process's running programs have no more than half of the machine's memory
+    together.
     """
     most = memory_bytes()[0] / 2
     with _memory:
@@ -165,11 +165,11 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
 
 
 def _exchange(process: "subprocess.Popen[bytes]", order: bytes) -> bytes:
-    """Send the order; return the answer, as soon as it ends or is too long."""
+    """Send the order; return the answer, once it ends or is too long."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: the exit code says how
         process.stdin.write(order)  # read to its end before anything else is done
-    with contextlib.suppress(BrokenPipeError):  # what could not be written is tried once more
+    with contextlib.suppress(BrokenPipeError):  # the unwritten rest is tried once more
         process.stdin.close()
     answer = process.stdout.read(_LONGEST_ANSWER + 1)
     if len(answer) <= _LONGEST_ANSWER:
@@ -178,7 +178,7 @@ def _exchange(process: "subprocess.Popen[bytes]", order: bytes) -> bytes:
 
 
 def why_not() -> str | None:
-    """Try to run a program; return why that is not possible here, or None."""
+    """Try to run a program; return the reason if it is not possible here, or None."""
     try:
         outcome = run_sandboxed("pass")
     except GraderError as error:
@@ -189,7 +189,7 @@ def why_not() -> str | None:
 
 
 def _folders() -> list[str]:
-    """Return the folders that the program may read, none twice and none inside another."""
+    """Return the program's readable folders, none twice and none inside another."""
     wanted = [path for path in _LIBRARIES if os.path.isdir(path)]
     base = {
         "installed_base": sys.base_prefix,

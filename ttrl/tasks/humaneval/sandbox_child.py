@@ -1,11 +1,11 @@
-"""The inside of the sandbox: shuts itself in, then runs a program. Started by
+"""Lock this process into the sandbox, then run a program. Started by
 `ttrl.tasks.humaneval.sandbox` as a script.
 
     ttrl ── this process (leaves root, makes namespaces, builds a root folder) ── first process of
     the namespace (waits, has the clock) ── the program
 
-Only the standard library is used. Whatever the kernel refuses is reported as {"refused": …}, and
-nothing is run.
+Only the standard library is used. If the kernel refuses anything, it is reported as
+{"refused": …}, and nothing is run.
 """
 
 import ctypes
@@ -41,11 +41,11 @@ _NO_NEW_PRIVS = 38
 _NOBODY = 65534
 _LONGEST_REASON = 2000
 _START_SECONDS = 30.0
-"""More than the program's own time, for the namespaces to be made on a busy machine."""
-# By their numbers on x86_64, what Python and its standard library call: files, memory, time,
+"""Added to the program's own time, for making the namespaces on a busy machine."""
+# By their numbers on x86_64, the calls of Python and its standard library: files, memory, time,
 # signals, threads, pipes, waiting. No other exists for a program: neither bpf, userfaultfd,
-# io_uring, keyctl, perf_event_open nor what is not known yet, nor what takes memory that its limit
-# does not count: fork, vfork, execve, memfd_create.
+# io_uring, keyctl, perf_event_open nor any future call, nor calls that take memory outside its
+# limit: fork, vfork, execve, memfd_create.
 _CALLS = [
     *(
         *range(41),
@@ -99,7 +99,7 @@ _CALLS = [
     *(334, 424, 434, 436, 437, 439, 441),
 ]
 _SOCKETS = (41, 53)  # socket, socketpair
-# Of the machine itself, and of the internet, which is not there; no vsock, no netlink.
+# Of the machine itself, and of the absent internet; no vsock, no netlink.
 _FAMILIES = (1, 2, 10)
 _CLONE, _THREAD = 56, 0x10000  # a thread, and no process
 _HAS_FILTER = os.uname().machine == "x86_64"
@@ -140,7 +140,7 @@ def _shut_in(order: dict[str, Any]) -> int:
     _libc.syscall(ctypes.c_long(250 if os.uname().machine == "x86_64" else 219), 1, None)
     folders = {path: path for path in order["folders"]}
     place = "/tmp"
-    if os.getuid() == 0:  # root's processes are not counted by the kernel, whatever their limit
+    if os.getuid() == 0:  # the kernel does not count root's processes, in spite of any limit
         folders = _stage(order["folders"])
         place = "/tmp/root"
         os.setgroups([])
@@ -156,8 +156,7 @@ def _shut_in(order: dict[str, Any]) -> int:
         ("gid_map", f"0 {group} 1"),
     ):
         _write(f"/proc/self/{name}", text)
-    # Memory that no limit of a process counts, and namespaces in which the program would be root
-    # again.
+    # Memory outside every limit of a process, and namespaces: the program would be root in them.
     for name in ("user/max_user_namespaces", "kernel/shmall", "kernel/msgmni"):
         _write(f"/proc/sys/{name}", "0")
     _build_root(place, folders, order["disk"])
@@ -168,8 +167,8 @@ def _shut_in(order: dict[str, Any]) -> int:
 
 
 def _stage(folders: list[str]) -> dict[str, str]:
-    """As root, make folders that nobody else can reach (a Python below /root) reachable, for us
-    alone. Raises OSError.
+    """As root, make folders only we can reach (a Python below /root) reachable, only for us. Raises
+    OSError.
     """
     _call("unshare", _NEW["mount"], what="a mount namespace (unshare)")
     _mount(None, "/", None, _REC | _PRIVATE)
@@ -187,8 +186,8 @@ def _stage(folders: list[str]) -> dict[str, str]:
 
 
 def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
-    """Mount the new root folder at `place` and make it ours; `folders`: names inside, and where
-    they are now.
+    """Mount the new root folder at `place` and make it ours; `folders`: names inside, and their
+    present places.
     """
     _mount(None, "/", None, _REC | _PRIVATE)
     devices = {path: path for path in ("/dev/null", "/dev/urandom")}
@@ -219,7 +218,7 @@ def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
 
 
 def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
-    """Wait for the program, and end everything in the namespace by ending. Nothing inside can
+    """Wait for the program, then exit to end everything in the namespace. Nothing inside can
     signal this process.
     """
     try:
@@ -244,9 +243,7 @@ def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
 
 
 def _drop_capabilities() -> None:
-    """Give up those of our own namespace, too: with them, read-only folders could be made writable
-    again.
-    """
+    """Give up those of our own namespace, too: they could make read-only folders writable again."""
     for capability in range(64):
         try:
             _prctl(_CAPBSET_DROP, capability)
@@ -264,12 +261,12 @@ def _drop_capabilities() -> None:
 
 
 def _filter_calls() -> None:
-    """Have the kernel answer ENOSYS to every system call but _CALLS. On x86_64 alone: numbers
-    differ by machine.
+    """Have the kernel answer ENOSYS to every system call but _CALLS. Only on x86_64: numbers differ
+    by machine.
     """
     if not _HAS_FILTER:
         return
-    # Of BPF, which is handed the number of the call, the machine, an address and the arguments.
+    # Of BPF; it gets the number of the call, the machine, an address and the arguments.
     load = 0x20
     equal = 0x15
     at_least = 0x35
@@ -295,7 +292,7 @@ def _filter_calls() -> None:
 
 
 def _program(order: dict[str, Any], answer: int) -> NoReturn:
-    """Run the source. What it prints goes nowhere; whether it ran to its end goes to `answer`."""
+    """Run the source without its output; report to `answer` whether it ran to its end."""
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
@@ -365,8 +362,8 @@ def _mount(
 
 
 def _only_read(folder: str) -> None:
-    """Make a mount and all that are mounted below it read-only, beside what is forbidden there
-    already (mount_setattr).
+    """Make a mount and all mounts below it read-only, keeping existing restrictions
+    (mount_setattr).
     """
     attributes = struct.pack("=4Q", _RDONLY | _NOSUID | _NODEV, 0, 0, 0)
     recursive = 0x8000

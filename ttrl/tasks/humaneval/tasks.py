@@ -1,8 +1,8 @@
 """HumanEval: complete a Python function; its tests decide (Chen et al. 2021, arXiv 2107.03374). 164
 problems, for evaluation.
 
-Programs that a model wrote run in `ttrl.tasks.humaneval.sandbox` and nowhere else: where it does
-not work, there are no tasks.
+Programs written by a model run only in `ttrl.tasks.humaneval.sandbox`: without it, there are no
+tasks.
 """
 
 import re
@@ -27,7 +27,7 @@ _FUTURE = re.compile(
     re.MULTILINE,
 )
 LONGEST = 100_000
-"""Characters of a program that is run; longer replies fail."""
+"""Limit on the characters of a program; longer replies fail."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class HumanEvalGrader:
     """1.0 if the problem's tests pass with the reply's function, in a sandbox; else 0. Takes about
     0.2 s of a core.
 
-    `ttrl.tasks.humaneval.code_blocks` finds the program in the reply; code that does not define the
-    function is taken to continue the prompt. Raises GraderError on a machine without a sandbox.
+    `ttrl.tasks.humaneval.code_blocks` finds the program in the reply; code without a definition of
+    the function is taken to continue the prompt. Raises GraderError on a machine without a sandbox.
     """
 
     problem: HumanEvalProblem
@@ -74,7 +74,8 @@ class HumanEvalGrader:
 
 
 def program(problem: HumanEvalProblem, code: str) -> str:
-    """Return what is run: the reply's function, after the prompt's lines before it, and the tests.
+    """Return the program to run: the reply's function, after the prompt's lines before it, and the
+    tests.
 
     Imports from `__future__` go first: Python takes them nowhere else.
     """
@@ -103,8 +104,8 @@ def get_humaneval_tasks(
     split: they are for evaluation.
 
     path: a file, a folder with test.jsonl, or an id on the Hugging Face hub; rows as published:
-    "task_id", "prompt", "entry_point", "test", "canonical_solution". Raises TaskError, also where
-    this machine has no sandbox; it tries.
+    "task_id", "prompt", "entry_point", "test", "canonical_solution". Raises TaskError, also on a
+    machine without a working sandbox; it tries.
     """
     check_name("split", split, ("test",), "humaneval")
     problems = select(

@@ -2,8 +2,8 @@ r"""Compare mathematical answers with math-verify (Hugging Face, Apache-2.0), wh
 
 `math_verify.parse` searches a text for a formula and guesses. Some guesses reward wrong answers: it
 reads `1 + \frac{1}{\mathrm{e}}` as 1, R/r as r/r, and `0.\overline{3}` as 0. So this module gives
-math-verify's parser one formula at a time, as `ttrl.tasks.math.latex` writes it. A formula that the
-parser does not understand equals only itself.
+math-verify's parser one formula at a time, as `ttrl.tasks.math.latex` writes it. A formula unknown
+to the parser equals only itself.
 
 Numbers are compared exactly, without the library. If `math_verify.verify` calls two numbers equal,
 their relative difference decides once more: the library takes 2^{-99} for 2^{-98}.
@@ -33,14 +33,14 @@ _ROUNDING = Fraction(1, 2 * 10**6)
 
 
 class _TookTooLong(BaseException):
-    """The time is over. SymPy catches Exceptions, so this is none."""
+    """Out of time. No Exception, because SymPy catches those."""
 
 
 def same_answer(expected: str, given: str, seconds: float) -> bool | None:
-    """Return whether two answers are equal, and None if that takes longer than `seconds`.
+    """Return whether two answers are equal; None if the comparison takes longer than `seconds`.
 
-    Answers are LaTeX, with or without `$`, or plain text. Raises GraderError in a thread, where no
-    signal can end the comparison, and TaskError without the package math-verify.
+    Answers are LaTeX, with or without `$`, or plain text. Raises GraderError in a thread, because
+    no signal can end the comparison there, and TaskError without the package math-verify.
     """
     right = read_answer(expected)
     answer = read_answer(given)
@@ -61,7 +61,7 @@ def same_answer(expected: str, given: str, seconds: float) -> bool | None:
 
 
 def _by_form(right: Answer, answer: Answer) -> bool | None:
-    """Compare words, units, bases and numbers. Return None if that does not decide."""
+    """Compare words, units, bases and numbers. Return None if they do not decide."""
     if right.words or answer.words:
         return right.words == answer.words
     if right.unit and answer.unit and right.unit != answer.unit:
@@ -147,7 +147,7 @@ class _Library:
             return None
 
     def value(self, expression: Any) -> Any:
-        """Return the number that an expression stands for, and None if it is no finite number."""
+        """Return an expression's finite number, or None."""
         sympy = self.sympy
         if isinstance(expression, sympy.Eq) and isinstance(expression.lhs, sympy.Symbol):
             expression = expression.rhs
@@ -161,7 +161,7 @@ class _Library:
         return None
 
     def are_close(self, expected: Any, given: Any) -> bool:
-        """Return False for two numbers that differ by more than their rounding."""
+        """Return False for two numbers differing by more than their rounding."""
         if expected is None or given is None:
             return True
         return bool(abs(expected - given) <= abs(expected) * float(_CLOSE))
@@ -175,7 +175,7 @@ _loaded: list[_Library] = []
 
 
 def load() -> _Library:
-    """Import the library, which takes seconds, once. Raises TaskError without it."""
+    """Import the library once; it takes seconds. Raises TaskError without it."""
     if not _loaded:
         _loaded.append(_Library())
     return _loaded[0]
@@ -187,7 +187,7 @@ class _Limit:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.is_running = False
-        """Set it to False at the end of the block: a signal that comes later raises nothing."""
+        """Set it to False at the end of the block: a later signal raises nothing."""
         self.is_over = False
 
     def __enter__(self) -> None:

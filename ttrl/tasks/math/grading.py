@@ -29,7 +29,7 @@ Answer: $ANSWER, where $ANSWER is the answer to the problem.""",
 }
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# Between boxes that are one answer: "\boxed{1} and \boxed{2}".
+# Between boxes of one answer: "\boxed{1} and \boxed{2}".
 _JOINT = re.compile(r"(?:[\s$.,;&{}]|\\[()\[\] ]|\\q?quad|\\text|and|or)*")
 _LONGEST_JOINT = 60
 _MOST_BOXES = 20
@@ -37,7 +37,7 @@ _SKIPPED = " \t*_`#>"
 _FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z]|\s*$)")
 _LOOKED_AT = 4000
-"""Characters of a line behind a mark, and at the end of a reply without a mark."""
+"""Limit on the characters of a line behind a mark, and of the end of a reply without one."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class MathGrader:
     The last marked answer after any thinking counts. The marks are `\boxed{}`, `<answer>` tags,
     `Answer:` and `####`.
 
-    expected: LaTeX with or without `$`, or plain text. For what equals it see
+    expected: LaTeX with or without `$`, or plain text. For equal answers see
         `ttrl.tasks.math.equality`.
-    style: the form that `format` rewards; see `follows_format`.
-    flexible: reads a reply without a mark, too: what follows "answer is", else its last formula or
-        number.
-    seconds: for one comparison. An answer that takes longer is wrong.
+    style: the form rewarded by `format`; see `follows_format`.
+    flexible: reads a reply without a mark, too: the text after "answer is", else its last formula
+        or number.
+    seconds: for one comparison. A slower answer is wrong.
 
     It runs in a process of its own in every run: a signal ends its comparisons, and SymPy may use
     gigabytes.
@@ -71,7 +71,7 @@ class MathGrader:
         """Return (reward, metrics).
 
         Metrics, 0 or 1: exact, format, timeout (comparing took too long), and unless `flexible`,
-        lenient: what it would call right if it were.
+        lenient: the flexible verdict.
         """
         text = reply_text(choice)
         marked = read_reply(text)
@@ -101,7 +101,7 @@ class MathGrader:
 
 
 def read_reply(text: str, *, flexible: bool = False) -> str | None:
-    """Return the answer that a reply marks. For `flexible` see MathGrader."""
+    """Return the marked answer of a reply. For `flexible` see MathGrader."""
     text = after_thinking(text)
     marked = (_tagged(text), _boxed(text), _line(text, "answer:"), _line(text, "####"))
     found = [answer for answer in marked if answer is not None]
@@ -135,7 +135,7 @@ def _boxed(text: str) -> tuple[int, str] | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of the content of each closed box that is not within another."""
+    """Return (start, end) of the content of each closed box outside any other."""
     starts = {match.end() for match in _BOX.finditer(text)}
     found: list[tuple[int, int]] = []
     depth = 0
@@ -153,7 +153,7 @@ def _boxes(text: str) -> list[tuple[int, int]]:
 
 
 def _line(text: str, mark: str) -> tuple[int, str] | None:
-    """Return (place, answer) behind the last mark, in its line or the next that is not empty."""
+    """Return (place, answer) behind the last mark, in its line or the next non-empty one."""
     place = find_after(text, mark, skip=_SKIPPED + ":", most=20)
     if place is None:
         return None
@@ -184,7 +184,7 @@ def _stated(line: str) -> str:
 
 
 def _unmarked(text: str) -> str | None:
-    """Return what follows the last "answer is", else the last formula or number."""
+    """Return the text after the last "answer is", else the last formula or number."""
     line = _line(text, "answer is")
     if line is None:
         return _last_part(text)
@@ -192,7 +192,7 @@ def _unmarked(text: str) -> str | None:
 
 
 def _last_part(text: str) -> str | None:
-    """Return the last formula of a text, or its last number if that stands behind."""
+    """Return the last formula of a text, or its last number if it comes later."""
     formulas = list(_FORMULA.finditer(text))
     if formulas and not re.search("[0-9]", text[formulas[-1].end() :]):
         return next(group for group in formulas[-1].groups() if group is not None)

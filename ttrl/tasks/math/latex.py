@@ -1,8 +1,8 @@
-r"""An answer as LaTeX without layout, with its unit, or as plain words.
+r"""Write an answer as LaTeX without layout, with its unit, or as plain words.
 
-This module settles or refuses everything that math-verify's parser would guess at: mixed numbers
-(the parser reads `11 5/6` as 8/3), numbers next to each other (`1 2 3` is 6 to it), percent, units,
-number bases, and words around a formula.
+This module settles or refuses every guess of math-verify's parser: mixed numbers (the parser reads
+`11 5/6` as 8/3), numbers next to each other (`1 2 3` is 6 to it), percent, units, number bases, and
+words around a formula.
 """
 
 import re
@@ -14,7 +14,7 @@ from fractions import Fraction
 from ttrl.tasks.numerals import ascii_digits, last_number
 
 LONGEST = 1000
-"""Characters of an answer. Longer ones are not read."""
+"""Limit on the characters of an answer. Longer ones are not read."""
 _DEEPEST = 30
 _LARGEST_EXPONENT = 9999
 _LARGEST_IN_TOWER = 4
@@ -36,7 +36,7 @@ _FORMULA = re.compile(
 )
 _DELIMITERS = re.compile(r"(?<!\\)\$+|\\[()\[\]]")
 _TEXT = r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|mathrm|mbox|hbox|emph)\s*\{([^{}]*)\}"
-# Layout, and what replaces it. A macro's name ends where its letters end.
+# Layout, and its replacements. A macro's name ends at its last letter.
 _LAYOUT = [
     (re.compile(pattern.replace("END", "(?![A-Za-z])")), replacement)
     for pattern, replacement in (
@@ -121,9 +121,9 @@ class Answer:
 
     latex: str = ""
     number: Fraction | None = None
-    """The value of an answer that is a single number."""
+    """The value of a single-number answer."""
     words: str = ""
-    """In lower case, with single spaces: an answer that is text."""
+    """A text answer, in lower case, with single spaces."""
     unit: str = ""
     """The canonical name of a known unit, with its power: "cm^2"."""
     is_percent: bool = False
@@ -132,7 +132,7 @@ class Answer:
 
 
 def read_answer(text: str) -> Answer | None:
-    """Read an answer. Return None for what is no answer, or too large to be computed with."""
+    """Read an answer. Return None for anything else, or a number too large to compute with."""
     if len(text) > LONGEST:
         return None
     text = _only_formula(_spelled(text).strip(_MARKUP))
@@ -161,7 +161,7 @@ def read_answer(text: str) -> Answer | None:
 
 
 def _spelled(text: str) -> str:
-    """Write what Unicode has a character for in LaTeX."""
+    """Write Unicode's mathematical characters in LaTeX."""
     if text.isascii():
         return text
     text = _RAISED.sub(lambda match: "^{" + match[0].translate(_RAISED_DIGITS) + "}", text)
@@ -253,7 +253,7 @@ def _canonical_unit(match: "re.Match[str]", before: str) -> str:
 
 
 def _settled(text: str) -> str | None:
-    """Write mixed numbers and arguments without ambiguity. Return None if that is impossible."""
+    """Write mixed numbers and arguments without ambiguity. Return None if impossible."""
     text = re.sub(r",(?:\s*,)+", ",", text)
     text = _GROUPED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _braced(text)

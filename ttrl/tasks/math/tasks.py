@@ -1,8 +1,8 @@
 r"""Load problems with mathematical answers, in the layouts of MATH, AIME and DAPO.
 
 A row has a problem, as a text or a chat, and an answer: in a column of its own, in `reward_model`,
-or in the last `\boxed{}` of a worked solution. All functions read all layouts. They differ in the
-names of the splits, and in the style that they ask for.
+or in the last `\boxed{}` of a worked solution. All functions read all layouts. They differ in split
+names and in prompt style.
 """
 
 import re
@@ -32,7 +32,7 @@ _QUESTIONS = ("problem", "Problem", "question", "Question", "prompt")
 _ANSWERS = ("answer", "Answer", "expected_answer", "final_answer")
 _IDS = ("unique_id", "id", "ID", "problem_idx")
 _LONGEST_PLAIN = 40
-"""Characters of a solution that is only the answer."""
+"""Limit on the characters of a bare-answer solution."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MathProblem:
     question: str
     answer: str
     messages: tuple[tuple[str, str], ...] = ()
-    """(role, content) of a prompt that is a chat."""
+    """(role, content) of a chat prompt."""
     level: int = 0
     """From 1 to 5 in MATH. 0 without one."""
     subject: str = ""
@@ -63,8 +63,8 @@ def get_math_tasks(
 ) -> list[Task]:
     """Return `n` problems of MATH (Hendrycks et al. 2021, arXiv 2103.03874). None: all.
 
-    In train, the seed decides which and in which order. validation is one row in ten of the train
-    file. Of a single file, test is all rows.
+    In train, the seed decides selection and order. validation is one row in ten of the train file.
+    Of a single file, test is all rows.
 
     path: a folder with a file for each split, the published folders of json files, a file, or an id
         on the hub, such as "HuggingFaceH4/MATH-500". Rows have "problem" and "solution", and may
@@ -122,9 +122,9 @@ def get_dapo_tasks(
     """Return `n` problems of DAPO-Math-17k (arXiv 2503.14476). None: all.
 
     path: a file, a folder, or an id on the hub, such as "open-r1/DAPO-Math-17k-Processed". Rows
-        have "prompt", and "reward_model" with "ground_truth", or "solution" or "answer". A prompt
-        that is a chat is used unchanged: DAPO's ask for a last line `Answer: …`. A prompt that is a
-        text gets the style's instruction.
+        have "prompt", and "reward_model" with "ground_truth", or "solution" or "answer". A chat
+        prompt is used unchanged: DAPO's ask for a last line `Answer: …`. A text prompt gets the
+        style's instruction.
 
     The rest is as in `get_math_tasks`.
     """

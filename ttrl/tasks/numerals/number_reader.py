@@ -15,11 +15,11 @@ from ttrl.tasks.numerals.number_tokens import AT_A_NUMBER, Token, is_digit, simp
 
 _BEFORE = 600
 _AFTER = 120
-"""Characters around the last digit of a text that are looked at."""
+"""Characters read around the last digit of a text."""
 _READ = 240
-"""Characters before the last digit that are read, without LaTeX and repeated blanks."""
+"""Characters read before the last digit, without LaTeX and repeated blanks."""
 _DEEPEST = 12
-"""Brackets and fractions within each other."""
+"""Limit on nested brackets and fractions."""
 _LARGEST_EXPONENT = 99
 
 
@@ -28,7 +28,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 _FRACTIONS = _words(r"\frac \dfrac \tfrac \cfrac \sfrac \nicefrac")
-# Macros that end arithmetic: relations, arrows, dots, layout.
+# Macros to end arithmetic: relations, arrows, dots, layout.
 _ENDS = _words(
     r"\approx \simeq \sim \cong \equiv \doteq \to \rightarrow \longrightarrow \Rightarrow"
     r" \Longrightarrow \implies \iff \leftrightarrow \Leftrightarrow \mapsto \therefore \because"
@@ -47,7 +47,7 @@ _FUNCTION_SYMBOLS = frozenset("√∛∜∑∏∫∂∇")
 _ALTERNATIVES = _words("or oder ou または 或")
 _RANGES = _words("to bis")
 _BY_THEMSELVES = frozenset("xyzn")
-"""Letters that are variables without touching a number."""
+"""Letters for variables, even apart from a number."""
 _UNITS_OF_TIME_AND_SIZE = frozenset("hsdmlgLKACVWyw")
 _MARKUP = _words("* ** *** _ ` \" ' { ~")
 _CURRENCIES = _words("US USD EUR GBP INR RS CAD AUD NZD CNY RMB JPY CHF A C HK NT R")
@@ -387,7 +387,7 @@ class _Reader:
         return read
 
     def factors(self, read: _Read) -> None:
-        """Read units at a number, and factors, with which it is no number."""
+        """Read units at a number, and factors; with factors it is no number."""
         token = self.peek()
         while token is not None:
             if token.is_symbol("%°") and not token.apart:

@@ -1,6 +1,4 @@
-"""Text as tokens: numbers, words, brackets, operators, and the macros of LaTeX that mean something
-in arithmetic.
-"""
+"""Cut text into tokens: numbers, words, brackets, operators, and LaTeX's arithmetic macros."""
 
 import re
 import unicodedata
@@ -9,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 LONGEST_NUMBER = 60
-"""Characters. Longer runs of digits answer no question here, and arithmetic with them would take
-long.
+"""Limit on the characters of a number. Longer runs of digits answer no question here and make
+arithmetic slow.
 """
 
 _SIGNS = str.maketrans(
@@ -129,7 +127,7 @@ _SYMBOLS = {
 _SYMBOL_OF = {macro: symbol for symbol, macros in _SYMBOLS.items() for macro in macros.split()}
 _MONEY = frozenset({"\\$", "\\pounds", "\\euro", "\\yen", "\\textdollar", "\\cent", "\\cents"})
 AT_A_NUMBER = frozenset("xyznie")
-"""Letters that are no units: in `4x`, `3i` and `2e` the number is multiplied."""
+"""Letters other than units: in `4x`, `3i` and `2e` the number is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ class Token:
 
 
 def tokens(text: str) -> list[Token]:
-    """Cut a text that `simplified` returned into tokens."""
+    """Cut a text returned by `simplified` into tokens."""
     found: list[Token] = []
     place = 0
     gap = priced = False
@@ -227,9 +225,7 @@ def _number(text: str, start: int, run: str, gap: bool, priced: bool) -> tuple[T
 
 
 def simplified(text: str) -> str:
-    """Write a text with ASCII digits and operators, and without LaTeX that has no meaning for
-    numbers.
-    """
+    """Write a text with ASCII digits and operators, and without LaTeX meaningless for numbers."""
     if not text.isascii():
         text = _RAISED.sub(lambda match: "^{" + match[0].translate(_RAISED_DIGITS) + "}", text)
         text = ascii_digits("".join(map(_spelled_fraction, text))).translate(_OPERATORS)

@@ -1,5 +1,5 @@
-"""Temporal-clue: a murder in a house of many rooms, to be solved from clues about who was where,
-when and why.
+"""Temporal-clue: a murder in a house of many rooms, to be solved from clues about places, times and
+motives.
 
 `get_temporal_clue_tasks` loads published puzzles or makes new ones; `make_puzzle` makes one.
 """

@@ -1,7 +1,7 @@
-"""Clues: true sentences about a scene, and what each says in clauses.
+"""Clues: true sentences about a scene, and their meanings in clauses.
 
-Kinds: associational (whose motive), spatial (where, beside, in the same room), temporal (moves,
-stays, together at least once) and logical (or; if and only if).
+Kinds: associational (the owner of a motive), spatial (room, adjacent room, same room), temporal
+(moves, stays, together at least once) and logical (or; if and only if).
 """
 
 import functools
@@ -15,14 +15,14 @@ from ttrl.tasks.words import pick
 
 
 class Clue(NamedTuple):
-    """A sentence without its capital and full stop, and the function that returns what it says:
-    clauses, all of them true.
+    """A sentence without its capital and full stop, and a function for its meaning: clauses, all of
+    them true.
     """
 
     text: str
     says: Callable[[Rules], Iterable[list[int]]]
     reach: int = 1
-    """0 for a fact that stands by itself, 1 for a relation that must be combined with others."""
+    """0 for a self-sufficient fact, 1 for a relation to be combined with others."""
 
     def sentence(self) -> str:
         return f"{self.text[:1].upper()}{self.text[1:]}."
@@ -50,7 +50,7 @@ def _in(scene: Scene, r: int) -> str:
 
 
 def _subject(rng: random.Random, scene: Scene, *, weapons: bool = True) -> Subject:
-    """Draw a random subject; roles now and then."""
+    """Draw a random subject, sometimes a role."""
     mover = int(rng.random() * (scene.movers if weapons else len(scene.suspects) + 1))
     role = rng.random()
     if mover < len(scene.suspects):
@@ -85,7 +85,7 @@ def _placed(rng: random.Random, scene: Scene) -> Clue:
 def _for_some(
     rules: Rules, subject: Subject, says: Callable[[int], Iterable[list[int]]]
 ) -> Iterator[list[int]]:
-    """Say of one of those that the subject may be what `says` gives for a mover."""
+    """State `says` for at least one of the subject's possible movers."""
     conditions = []
     for holder, mover in rules.holders(subject):
         conditions.append(condition := rules.clauses.new_variable())
@@ -95,13 +95,13 @@ def _for_some(
 
 
 def _apart(rules: Rules, mover: int, other: Subject) -> list[list[int]]:
-    """Say that `other` is not this mover: nobody is in the same room as themselves."""
+    """Exclude `other` being this mover: no clue puts a mover in the same room as itself."""
     return [[-holder] for holder, another in rules.holders(other) if another == mover]
 
 
 def _moved(rng: random.Random, scene: Scene) -> Clue | None:
-    """Say that somebody moved, perhaps with a weapon: for "a suspect motivated by", the same
-    suspect in both rooms.
+    """Report a move, perhaps with a weapon: for "a suspect motivated by", the same suspect is in
+    both rooms.
     """
     subject = _subject(rng, scene, weapons=False)
     t = _time(rng, scene, 1)
@@ -261,7 +261,7 @@ def _together(rng: random.Random, scene: Scene) -> Clue | None:
 
 
 def _logical(rng: random.Random, scene: Scene) -> Clue | None:
-    """Say that one of two statements is true, or that both or neither are."""
+    """Join two statements: one of them is true, or both or neither."""
     or_clue = rng.random() < 0.5
     statements = []
     truths = []
@@ -301,7 +301,7 @@ def _motive(rng: random.Random, scene: Scene) -> Clue:
 
 
 def told_facts(scene: Scene) -> dict[str, Clue]:
-    """Return, by question, the clue that answers it outright, for questions that are not asked."""
+    """Return, by question, the direct clue to its answer, for questions not asked."""
     facts = {
         "weapon": Clue(
             f"{VICTIM} was killed with the {scene.weapons[scene.murder_weapon]}",
@@ -324,8 +324,7 @@ def told_facts(scene: Scene) -> dict[str, Clue]:
     return facts
 
 
-# (what makes it, how often it is tried, for which scenes); most tries of the later ones find
-# nothing that is true.
+# (maker, number of tries, scenes); most tries of the later ones find nothing true.
 _MAKERS: tuple[tuple[Maker, float, str], ...] = (
     (_placed, 2.0, "all"),
     (_moved, 6.0, "moves"),

@@ -1,11 +1,11 @@
-"""Makes temporal-clue puzzles: a scene, questions, and a minimal set of clues that settles them.
+"""Make temporal-clue puzzles: a scene, questions, and a minimal set of clues to settle them.
 
-What the clues settle is the puzzle's scope. "answers": with all clues, the rules allow exactly one
-combination of answers to the questions asked (of the rest of the scene there may be several);
-without any one of them, more than one. "night": the same with the whole scene, every room, motive
-and fact of the murder, instead of the answers, as in the published puzzles, which so have twice as
-many clues, and many that a given question does not need. Clues are drawn at random until all is
-settled; then each in turn is left out if it stays settled without it.
+The puzzle's scope is the part settled by the clues. "answers": with all clues, the rules allow
+exactly one combination of answers to the questions asked (of the rest of the scene there may be
+several); without any one of them, more than one. "night": the same with the whole scene, every
+room, motive and fact of the murder, instead of the answers, as in the published puzzles; these have
+twice as many clues, many of them unnecessary for a given question. Clues are drawn at random until
+all is settled; then each in turn is left out if the puzzle stays settled without it.
 """
 
 import random
@@ -25,16 +25,14 @@ SIZES: Mapping[str, PuzzleSize] = {
     "large": PuzzleSize(suspects=10, weapons=8, rooms=13, times=8, motives="own"),
 }
 Scope = Literal["answers", "night"]
-_BATCH = 40  # clues that are drawn before it is asked whether they settle the answers
+_BATCH = 40  # clues drawn before checking whether they settle the answers
 _MOST_CLUES = 1200
-_REPEATED = 80  # clues drawn again in one batch, after which a small scene has no more to say
+_REPEATED = 80  # repeats in one batch; a small scene has no more to say then
 _FACTS_FIRST = 0.1
 
 
 class Question(NamedTuple):
-    """A question, what kind of thing answers it, the right answer, and the variable that says
-    so.
-    """
+    """A question, the kind of its answer, the right answer, and its variable."""
 
     text: str
     kind: str
@@ -43,7 +41,7 @@ class Question(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A puzzle before it is written out."""
+    """A puzzle before its text is written."""
 
     scene: Scene
     clues: tuple[Clue, ...]
@@ -63,11 +61,11 @@ def make_puzzle(
 
     size: None draws one, from 2 suspects, 2 weapons and 2 rooms at one time to 10, 8 and 15 at 8
         times.
-    scope: what the clues settle, see above.
+    scope: the part settled by the clues, see above.
     held_out: True makes one for validation, False one for training, None either. A hash of the
-        setting decides (everything of the prompt before its clues), which one scene in ten has:
-        whatever the seeds, no puzzle is ever made for both.
-    Raises TaskError for another scope, or a size in which no murder is possible.
+        setting (everything of the prompt before its clues) decides; one scene in ten is held out:
+        with any seeds, no puzzle is ever made for both.
+    Raises TaskError for another scope, or a size without a possible murder.
     """
     if scope not in get_args(Scope):
         raise TaskError(f"temporal-clue: scope is {scope!r}; give 'answers' or 'night'")
@@ -123,7 +121,7 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
     rules = Rules(scene)
     clauses = rules.clauses
     questions, foundational, clues = _ask(rng, rules)
-    # From here on, a solution is another answer, or another night.
+    # From here on, any solution differs from the true answers, or the true night.
     clauses.add(
         [-question.variable for question in questions]
         if scope == "answers"
@@ -146,8 +144,8 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
             switches.append(switch := clauses.new_variable())
             for clause in clue.says(rules):
                 clauses.add([-switch, *clause])
-    # Facts that stand by themselves are left out a little earlier: what remains makes one think of
-    # several at once.
+    # Self-sufficient facts are left out a little earlier: the rest requires thinking of several at
+    # once.
     order = {
         switch: rng.random() + _FACTS_FIRST * clue.reach for switch, clue in zip(switches, clues)
     }
@@ -162,9 +160,7 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
 
 
 def _ask(rng: random.Random, rules: Rules) -> tuple[list[Question], int, list[Clue]]:
-    """Draw (questions, how many of them are about the murder, clues that tell what is not
-    asked).
-    """
+    """Draw (questions, number of them about the murder, clues to the facts not asked)."""
     scene = rules.scene
     facts = told_facts(scene)
     asked = {name for name in ("weapon", "time", "motive") if name in facts and rng.random() < 0.75}
@@ -220,7 +216,7 @@ def _murder_motive(rules: Rules) -> Question:
 
 
 def _bonus(rng: random.Random, rules: Rules) -> Question:
-    """Draw a question about somebody or something at some time, or now and then about a motive."""
+    """Draw a question about a person or thing at some time, or sometimes about a motive."""
     scene = rules.scene
     if scene.motives and rng.random() < 0.12:
         s = int(rng.random() * len(scene.suspects))

@@ -1,10 +1,10 @@
-"""The grader of temporal-clue: reads the lettered answer lines of a reply.
+"""Grade temporal-clue: read the lettered answer lines of a reply.
 
 An answer line is a letter, a full stop (or `)` or `:`) and a value: `A. Miss Violet`. The grader
 forgives upper and lower case, `<answer>` tags, bold, italics, code and quotation marks, list marks
-before the letter, white space, punctuation after the value, the way in which a word is typed
-(`ttrl.tasks.words.comparable`), and the way in which a time is written (`1:00 am` is `01:00 AM`).
-For each letter the last such line after any thinking counts, right or wrong.
+before the letter, white space, punctuation after the value, variants in typing a word
+(`ttrl.tasks.words.comparable`) and a time (`1:00 am` is `01:00 AM`). For each letter the last such
+line after any thinking counts, right or wrong.
 """
 
 import re
@@ -21,8 +21,8 @@ from ttrl.tasks.words import as_typed, comparable
 _MARKS = " \t*_`~\"'«»"
 _BEFORE = _MARKS + "#>-+•·([|"
 _AFTER = _MARKS + ".,;:!?|\\)]"
-_LONGEST_VALUE = 200  # characters of a line that can be an answer; no name is near it
-# Anchored at both ends of a short text and without neighbours that match the same: linear time.
+_LONGEST_VALUE = 200  # characters of a possible answer line; no name is near it
+# Anchored at both ends of a short text, without neighbours matching the same: linear time.
 _TIME = re.compile(r"([0-9]{1,2})[:.]([0-9]{2}) ?([ap])\.?m\.?")
 
 
@@ -34,7 +34,7 @@ def read_answers(reply: str) -> dict[str, str]:
 
 
 def _answer_lines(reply: str) -> Iterator[tuple[str, str, int]]:
-    """Yield (letter, normalised value, where the line ends in the reply) of each answer line."""
+    """Yield (letter, normalised value, end of the line in the reply) of each answer line."""
     end = 0
     for tag in ("<answer>", "</answer>"):
         reply = reply.replace(tag, "\n".ljust(len(tag)))
@@ -56,9 +56,7 @@ def _answer_lines(reply: str) -> Iterator[tuple[str, str, int]]:
 
 
 def normalise(value: str) -> str:
-    """Return what two ways of writing an answer have in common: "**01:00 A.M.**" and "1:00 am" →
-    "1:00 am".
-    """
+    """Return the common form of equal answers: "**01:00 A.M.**" and "1:00 am" → "1:00 am"."""
     text = comparable(unicodedata.normalize("NFKC", value)).lstrip(_BEFORE).rstrip(_AFTER)
     match = _TIME.fullmatch(text)
     if match:
@@ -68,10 +66,10 @@ def normalise(value: str) -> str:
 
 @dataclass(frozen=True)
 class TemporalClueGrader:
-    """reward = accuracy ** power, where accuracy = right answers / questions."""
+    """reward = accuracy ** power, with accuracy = right answers / questions."""
 
     solution: Mapping[str, str]
-    """Letters and the values that are right, as in the prompt: {"A": "Miss Violet", ...}."""
+    """Letters and their right values, as in the prompt: {"A": "Miss Violet", ...}."""
     power: float = 1.0
 
     def __post_init__(self) -> None:
@@ -93,7 +91,7 @@ class TemporalClueGrader:
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with
-        an answer line}), and where the last answer ends (`ttrl.records.ANSWER_END`)."""
+        an answer line}), and the end of the last answer (`ttrl.records.ANSWER_END`)."""
         given = after_thinking(reply_text(choice))
         lines = [line for line in _answer_lines(given) if line[0] in self.solution]
         answers = {letter: value for letter, value, _ in lines}

@@ -1,4 +1,4 @@
-"""The rules that every solution obeys, as clauses: one true room for each mover and time, and the
+"""Write the rules of every solution as clauses: one true room for each mover and time, and the
 facts of the murder.
 
 Indices as in scene.py. A variable is a number; lists of variables are indexed by room, suspect,
@@ -14,15 +14,15 @@ from ttrl.tasks.temporal_clue.scene import VICTIM, Scene
 
 
 class Subject(NamedTuple):
-    """The person or thing that a clue is about."""
+    """The person or thing of a clue."""
 
     kind: Literal["mover", "murderer", "murder weapon", "motive"]
     number: int = 0
     """The mover's or the motive's number."""
 
     def text(self, scene: Scene) -> str:
-        """Return what a clue calls it in the middle of a sentence: "the Pistol", "a suspect
-        motivated by Envy".
+        """Return its name in the middle of a sentence: "the Pistol", "a suspect motivated by
+        Envy".
         """
         if self.kind == "motive":
             if scene.motive_count(self.number) == 1:
@@ -40,7 +40,7 @@ class Subject(NamedTuple):
         return f"the {scene.weapons[self.number - people - 1]}"
 
     def movers(self, scene: Scene) -> list[int]:
-        """Return who it is in truth; several only for "a suspect motivated by"."""
+        """Return its true movers; several only for "a suspect motivated by"."""
         if self.kind == "mover":
             return [self.number]
         if self.kind == "murderer":
@@ -51,7 +51,7 @@ class Subject(NamedTuple):
 
 
 class Rules:
-    """The clauses, and the variables in which clues and questions are said."""
+    """The clauses, and the variables for clues and questions."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -126,9 +126,7 @@ class Rules:
                     add([-time, -body, -weapon, self.at[scene.weapon(w)][t][r]])
 
     def truth(self) -> list[int]:
-        """Return the variables that are true in the scene; together they say everything about
-        it.
-        """
+        """Return the true variables of the scene; together they determine it."""
         scene = self.scene
         places = [
             rooms[r] for where, there in zip(scene.where, self.at) for r, rooms in zip(where, there)
@@ -143,8 +141,8 @@ class Rules:
         ]
 
     def rooms_of(self, subject: Subject, t: int) -> list[int]:
-        """Return variables by room: the subject, which must be one mover, was there. Those of a
-        role follow its holder.
+        """Return variables by room: the subject, a single mover, was there. Those of a role follow
+        its holder.
         """
         if subject.kind == "mover":
             return self.at[subject.number][t]
@@ -158,9 +156,7 @@ class Rules:
         return self._role_at[subject, t]
 
     def holders(self, subject: Subject) -> list[tuple[int, int]]:
-        """Return (variable that says that it is this mover, mover) of all that the subject may
-        be.
-        """
+        """Return (variable for being this mover, mover) of all possible movers of the subject."""
         if subject.kind == "mover":
             return [(self.true, subject.number)]
         if subject.kind == "murderer":
@@ -170,8 +166,8 @@ class Rules:
         return [(own[subject.number], s) for s, own in enumerate(self.motive)]
 
     def was_at(self, subject: Subject, t: int, r: int) -> int:
-        """Return a variable that is true exactly if the subject, or one of those that it may be,
-        was in this room.
+        """Return a variable true exactly if the subject, or one of its possible movers, was in this
+        room.
         """
         if subject.kind != "motive" or self.scene.motive_count(subject.number) == 1:
             return self.rooms_of(subject, t)[r]

@@ -1,5 +1,5 @@
-"""The scene of a puzzle: what was where at each time, who did it, and the part of the prompt that
-says how the world works.
+"""Draw the scene of a puzzle: all places at each time, the murder, and the prompt's description of
+the world.
 
 Indices: s suspect, w weapon, r room, t time, m motive. Movers are the suspects, then the victim,
 then the weapons.
@@ -47,16 +47,16 @@ Motives = Literal["none", "own", "shared"]
 
 @dataclass(frozen=True)
 class PuzzleSize:
-    """The size of a puzzle. Raises TaskError for one that no puzzle can have."""
+    """The size of a puzzle. Raises TaskError for an impossible one."""
 
     suspects: int
     weapons: int
     rooms: int
     times: int
-    """1: nobody moves, and the clues and questions name no time."""
+    """1: all stay in place, and the clues and questions name no time."""
     motives: Motives = "own"
-    """none; own: each suspect has another one; shared: fewer than suspects, and the prompt says how
-    many have each.
+    """none; own: each suspect has a different one; shared: fewer than suspects, and the prompt
+    gives the number of suspects for each.
     """
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class PuzzleSize:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything that is true. `where[mover][t]` is a room."""
+    """The whole truth; `where[mover][t]` is a room."""
 
     suspects: tuple[str, ...]
     weapons: tuple[str, ...]
@@ -117,11 +117,11 @@ class Scene:
 
     @property
     def moves(self) -> bool:
-        """Whether there are several times, so that clues and questions name one."""
+        """Whether there are several times, for clues and questions to name."""
         return len(self.times) > 1
 
     def at(self, t: int) -> str:
-        """Return " at 11:30 PM", or nothing where there is one time."""
+        """Return " at 11:30 PM", or nothing if there is one time."""
         if self.moves:
             return f" at {self.times[t]}"
         return ""
@@ -146,14 +146,14 @@ class Scene:
         return None
 
     def neighbours(self, r: int) -> list[int]:
-        """Return the rooms that can be reached in one move."""
+        """Return the rooms one move away."""
         return [
             other for direction in DIRECTIONS if (other := self.neighbour(r, direction)) is not None
         ]
 
 
 def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
-    """Draw a random night in which a murder could happen."""
+    """Draw a random night with the opportunity for a murder."""
     motives: tuple[str, ...] = ()
     motive_of: tuple[int, ...] = ()
     suspects = tuple(shuffled(rng, SUSPECTS)[: size.suspects])
@@ -196,8 +196,8 @@ def _clock(minutes: int) -> str:
 
 
 def _walk(rng: random.Random, scene: Scene) -> tuple[tuple[int, ...], ...]:
-    """Let everybody stay or move to a neighbouring room; a weapon may go with a suspect who leaves
-    its room.
+    """Let everybody stay or move to a neighbouring room; a weapon may go with a suspect leaving its
+    room.
     """
     rooms = range(len(scene.rooms))
     where = [[pick(rng, rooms)] for _ in range(scene.movers)]
@@ -218,8 +218,8 @@ def _walk(rng: random.Random, scene: Scene) -> tuple[tuple[int, ...], ...]:
 
 
 def _chances(scene: Scene) -> list[tuple[int, int, int]]:
-    """Return (suspect, weapon, time) where the suspect and the victim are alone in a room with the
-    weapon.
+    """Return every (suspect, weapon, time) with the weapon and no other suspect in the victim's
+    room.
     """
     chances = []
     where = scene.where

@@ -1,6 +1,4 @@
-"""Tasks of temporal-clue: from a file of puzzles, the published ones or our own, or made when they
-are asked for.
-"""
+"""Make temporal-clue tasks from a file of puzzles (published or generated), or on demand."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +28,8 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class TemporalCluePuzzle:
-    """One row of a file: the whole prompt, the right value for each letter, and how many clues the
-    prompt has.
+    """One row of a file: the whole prompt, the right value for each letter, and the number of
+    clues in the prompt.
     """
 
     prompt: str
@@ -65,9 +63,9 @@ def get_temporal_clue_tasks(
         train and val.
     Without it puzzles are made here, a dozen a second: `ttrl tasks generate temporal-clue` makes
     files of them in parallel.
-        size: how large; None: sizes are mixed. scope: "answers", or "night" for puzzles like the
-        published ones, which take longer to make (`ttrl.tasks.temporal_clue.generator`).
-        validation: the same ones for every seed, never one of train.
+        size: None mixes sizes. scope: "answers", or "night" for puzzles like the published ones;
+        they take longer to make (`ttrl.tasks.temporal_clue.generator`). validation: the same ones
+        for every seed, never one of train.
     """
     check_name("split", split, ("train", "validation"), "temporal_clue")
     if path is not None:
@@ -106,7 +104,7 @@ def _parse(row: Row) -> TemporalCluePuzzle:
         raise RowError(
             f"solution is {str(solution)[:80]!r}; it must be an object of letters and values"
         )
-    # Tables of the hub have a column for every letter that any row has; the others are null.
+    # Tables of the hub have a column for every letter of any row; the others are null.
     solution = {str(letter): value for letter, value in solution.items() if value is not None}
     if not all(isinstance(value, str) for value in solution.values()):
         raise RowError(f"solution is {str(solution)[:80]!r}; its values must be texts")

@@ -1,4 +1,4 @@
-"""Zebra-grid: who lives where? Houses in a row, told from clues; the answer is a markdown table.
+"""Zebra-grid: a row of houses and their inhabitants, from clues; the answer is a markdown table.
 
 `get_zebra_grid_tasks` loads published puzzles or makes new ones; `make_puzzle` makes one.
 """

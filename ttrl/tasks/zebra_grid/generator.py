@@ -1,4 +1,4 @@
-"""Makes zebra puzzles: houses in a row, attributes of which each has another value, and a minimal
+"""Make zebra puzzles: houses in a row, attributes with a different value for each, and a minimal
 set of clues for one solution.
 
 Minimal: with all clues exactly one grid is possible; without any one of them, more than one. The
@@ -27,9 +27,9 @@ class Attribute(NamedTuple):
     name: str
     """The column's heading."""
     sentence: str
-    """The words with which the prompt introduces the values."""
+    """The prompt's introduction of the values."""
     person: str
-    """A clue's name for who has a value: "the person who keeps {}"."""
+    """A clue's name for the holder of a value: "the person who keeps {}"."""
     values: tuple[str, ...]
 
 
@@ -100,7 +100,7 @@ OTHERS = (
     ),
 )
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-# How much earlier than relations it is tried to leave out "is in the third house".
+# The head start of "is in the third house" over relations in being left out.
 _FACTS_FIRST = 0.5
 
 
@@ -112,7 +112,7 @@ class Value(NamedTuple):
 
 
 class ZebraClue(NamedTuple):
-    """A sentence, and what it allows."""
+    """A sentence, and the houses it allows."""
 
     text: str
     one: Value
@@ -132,9 +132,9 @@ class ZebraDraft(NamedTuple):
     """A puzzle in the making."""
 
     attributes: tuple[Attribute, ...]
-    """With just the values that are used."""
+    """With only the values in use."""
     houses: dict[Value, int]
-    """Where each value is, from 0."""
+    """The house of each value, from 0."""
     clues: tuple[ZebraClue, ...]
 
 
@@ -150,8 +150,8 @@ def make_puzzle(
     houses, attributes: 2 to 6; None draws one. The column of house numbers is not counted as an
         attribute.
     held_out: True makes one for validation, False one for training, None either. A hash of the
-        attributes and their values, in the order of the text, decides: whatever the seeds, no
-        puzzle is ever made for both.
+        attributes and their values, in the order of the text, decides: with any seeds, no puzzle is
+        ever made for both.
     Raises TaskError for other sizes.
     """
     draft = make_draft(seed, houses, attributes, held_out)
@@ -176,7 +176,7 @@ def make_draft(
     attributes: int | None = None,
     held_out: bool | None = None,
 ) -> ZebraDraft:
-    """Make the puzzle of a seed before it is written out."""
+    """Make the puzzle of a seed, without its text."""
     for name, value in (("houses", houses), ("attributes", attributes)):
         if value is not None and (type(value) is not int or not SMALLEST <= value <= LARGEST):
             raise TaskError(
@@ -208,8 +208,8 @@ def make_draft(
 def _minimal_clues(
     rng: random.Random, attributes: tuple[Attribute, ...], where: dict[Value, int], houses: int
 ) -> tuple[ZebraClue, ...]:
-    """Draw all true clues in a random order; return the first of them that leave one grid, without
-    those that are not needed.
+    """Draw all true clues in a random order; return the necessary ones of the first to leave one
+    grid.
     """
     clauses = Clauses()
     at = {value: [clauses.new_variable() for _ in range(houses)] for value in where}
@@ -217,7 +217,7 @@ def _minimal_clues(
         for place in range(houses):
             clauses.add_exactly_one(at[Value(a, place)])
             clauses.add_exactly_one([at[Value(a, number)][place] for number in range(houses)])
-    # From here on, a solution is another grid.
+    # From here on, any solution differs from the true grid.
     clauses.add([-at[value][house] for value, house in where.items()])
     clues = shuffled(rng, _true_clues(attributes, where, houses))
     switches = [clauses.new_variable() for _ in clues]
@@ -242,8 +242,8 @@ def _minimal_clues(
 def _true_clues(
     attributes: tuple[Attribute, ...], where: dict[Value, int], houses: int
 ) -> list[ZebraClue]:
-    """Return every clue that could be given: together they leave one grid, for each value's house
-    is among them.
+    """Return every possible clue: together they leave one grid, because each value's house is among
+    them.
     """
     clues: list[ZebraClue] = []
 

@@ -1,11 +1,11 @@
-"""The grader of zebra-grid: reads the last markdown table of a reply, after any thinking, with a
-row for each house.
+"""Grade zebra-grid: read the last markdown table of a reply, after any thinking, with a row for
+each house.
 
-A table is lines with `|`, one after the other: a heading, a line of dashes (which may be missing),
-a row for each house. Spaces, the bars at the ends, bold, upper and lower case do not matter, nor
-does the way in which a word is typed (`ttrl.tasks.words.comparable`). The headings tell the columns
-apart if all of them are there, otherwise their order does; house numbers do so for the rows if they
-are 1, 2, ... in any order, otherwise their order does.
+A table is lines with `|`, one after the other: a heading, a line of dashes (may be missing), a row
+for each house. Spaces, the bars at the ends, bold, upper and lower case and variants in typing a
+word (`ttrl.tasks.words.comparable`) do not matter. The headings tell the columns apart if all of
+them are there, otherwise their order does; house numbers do so for the rows if they are 1, 2, ...
+in any order, otherwise their order does.
 """
 
 import unicodedata
@@ -26,7 +26,7 @@ Table = list[list[str]]
 
 def read_tables(reply: str) -> list[tuple[Table, int]]:
     """Return every markdown table: rows of normalised cells, the heading first, lines of dashes
-    left out; and where it ends.
+    left out; and its end.
     """
     tables: list[tuple[Table, int]] = []
     block: list[tuple[list[str], int]] = []
@@ -96,7 +96,7 @@ class ZebraGridGrader:
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"solved": 0 or 1, "table": 1 if there was one of the right height}), and
-        where that ends (`ttrl.records.ANSWER_END`)."""
+        the end of that table (`ttrl.records.ANSWER_END`)."""
         answer = after_thinking(reply_text(choice))
         fitting = [
             (table, end) for table, end in read_tables(answer) if len(table) == len(self.rows) + 1
@@ -119,14 +119,14 @@ class ZebraGridGrader:
         return "\n".join([lines[0], "|" + "---|" * len(self.header), *lines[1:]])
 
     def _in_order(self, table: Table) -> list[str]:
-        """Return the cells of the grid, row by row, in the order of the solution; "" for those that
-        the table lacks.
+        """Return the cells of the grid, row by row, in the order of the solution; "" for those
+        missing from the table.
         """
         heading, *rows = table
         names = [_normalise(name) for name in self.header]
         columns = list(range(len(names)))
         if all(heading.count(name) == 1 for name in names[1:]):
-            # Without a column of house numbers, rows are told by their order.
+            # Without a column of house numbers, the order of the rows decides.
             columns = [
                 heading.index(names[0]) if heading.count(names[0]) == 1 else -1,
                 *map(heading.index, names[1:]),

@@ -1,6 +1,4 @@
-"""Tasks of zebra-grid: from a file in ZebraLogic's format, the published one or our own, or made
-when they are asked for.
-"""
+"""Make zebra-grid tasks from a published or generated file in ZebraLogic's format, or on demand."""
 
 import os
 from typing import Literal, NamedTuple
@@ -26,9 +24,7 @@ Split = Literal["train", "validation"]
 
 
 class ZebraPuzzle(NamedTuple):
-    """One row: the text with its clues, and the grid, whose first column holds the house
-    numbers.
-    """
+    """One row: the text with its clues, and the grid with house numbers in the first column."""
 
     text: str
     header: tuple[str, ...]
@@ -44,8 +40,8 @@ def load_puzzles(
     """Load the puzzles of a file with ZebraLogic's fields: puzzle, and solution with header and
     rows.
 
-    source: see ttrl.tasks.datasets. Raises TaskError naming the row, also for rows whose solution
-        is hidden (`___`).
+    source: see ttrl.tasks.datasets. Raises TaskError naming the row, also for rows with a hidden
+        solution (`___`).
     """
     return load_rows(source, _parse, splits=splits, config=config)
 
@@ -65,9 +61,8 @@ def get_zebra_grid_tasks(
     path: a file of puzzles, or the hub's id with `config` (None for `n`: all of the split). One in
         ten, by a hash of the text, is held out for validation; in a folder, train and validation
         are files of their own.
-    Without it puzzles are made here: 2 to 6 houses and attributes, drawn at random where not given.
-    validation: the same ones for
-        every seed, never one of train.
+    Without it puzzles are made here: 2 to 6 houses and attributes, drawn at random if not given.
+    validation: the same ones for every seed, never one of train.
     """
     check_name("split", split, ("train", "validation"), "zebra_grid")
     if path is not None:
@@ -106,7 +101,7 @@ def get_zebra_grid_tasks(
 
 
 def prompt(puzzle: ZebraPuzzle) -> str:
-    """Write the text and how to answer: an empty table to be filled in."""
+    """Write the text and the answer's format: an empty table to be filled in."""
     table = ["| " + " | ".join(puzzle.header) + " |", "|" + "---|" * len(puzzle.header)]
     table += ["| " + row[0] + " |" + " |" * (len(puzzle.header) - 1) for row in puzzle.rows]
     return (

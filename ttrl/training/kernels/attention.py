@@ -1,23 +1,22 @@
-"""Attention over packed rows. Needs torch alone, so that it can be measured on machines without
+"""Compute attention over packed rows. Needs only torch, to be measurable on machines without
 torchtune.
 
 Rows hold every prompt once for all of its completions, so the mask is not plainly causal: a token
 attends to earlier tokens of its own group and of its group's ancestors (`ttrl.data.packing.masks`).
-What follows from the ids alone is computed once per microbatch, in an `AttentionPlan`; then the
-device and the kind of scores decide how attention is computed:
+Results of the ids are computed once per microbatch, in an `AttentionPlan`; then the device and the
+kind of scores choose the method:
 
     CUDA   FlexAttention with a block mask built straight from the ids, always compiled
     CUDA, float64   the exact fallback, a head at a time: FlexAttention adds up in fp32 at most
     CPU    split and merge (`ttrl.training.kernels.split_attention`): no mask at all
     CPU, soft cap or sliding window   the exact fallback: a dense mask, quadratic in T
 
-On CPUs, a window that is longer than every sample changes nothing, and does not count as one.
+On CPUs, a window longer than every sample changes nothing, and does not count as one.
 
 A graph per length would mean a compilation per microbatch, up to PyTorch's limit and then attention
 with all S × S scores. So compiled code sees the rows laid end to end, as one row with a dynamic
-number of tokens; what differs from batch to batch comes in tensors; and where it is called without
-being compiled it raises an error. A model has one graph with gradients and one without, for layers
-with a window one more each.
+number of tokens; batch-dependent values come in tensors; uncompiled calls raise an error. A model
+has one graph with gradients and one without, for layers with a window one more each.
 
 Shapes: B rows, T tokens of a row, S = B·T rounded up, H query heads, K key/value heads, E dimension
 of a head.
@@ -59,13 +58,13 @@ _LISTS = [
 ]
 # Bytes of shared memory for a block, as sm_80 has; sm_86, sm_89 and sm_120 have 99 KiB.
 _LARGE_TILES = 163 * 1024
-_NARROWEST = 16  # of heads, which FlexAttention takes on GPUs; narrower ones get zeros behind them
+_NARROWEST = 16  # The narrowest heads FlexAttention takes on GPUs; others are padded with zeros
 # Of compiled attention in a process: far more than its models, dtypes and kinds of scores need.
 _GRAPHS = 64
 
 
 class FlexMask(NamedTuple):
-    """A block mask over rows laid end to end as tensors alone, whose lengths compiled code takes as
+    """A block mask over rows laid end to end, as tensors only; compiled code takes their lengths as
     dynamic.
     """
 
@@ -91,7 +90,7 @@ class FlexMask(NamedTuple):
 
 @dataclass(eq=False)
 class AttentionPlan:
-    """What attention over these rows needs beyond queries, keys and values; the same for all
+    """Inputs of attention over these rows besides queries, keys and values; the same for all
     layers. Made by `attention_plan`.
     """
 
@@ -109,7 +108,7 @@ class AttentionPlan:
 
     @never_compiled
     def dense(self, window: int | None) -> Tensor:
-        """Return the mask [B, 1, T, T] in the plan's dtype: 0 where a token may attend and -inf
+        """Return the mask [B, 1, T, T] in the plan's dtype: 0 for visible tokens and -inf
         elsewhere. Built once per window."""
         if window not in self.dense_masks:
             allowed_BTT = dense_mask(self.group_ids, self.parent_ids)
@@ -150,7 +149,7 @@ class AttentionPlan:
 
 def flex_length(tokens: int) -> int:
     """Return S, a multiple of FlexAttention's blocks: its kernels then check no borders. Two blocks
-    at least, since code is compiled anew for lists of one."""
+    at least, since lists of one trigger another compilation."""
     return max(2, -(-tokens // DEFAULT_BLOCK_SIZE)) * DEFAULT_BLOCK_SIZE
 
 
@@ -191,8 +190,8 @@ def attend(
 
     Scores are q·k × `scale` (1/√E unless given). With `soft_cap` c they become c·tanh(score/c)
     (Gemma 2, arXiv 2408.00118). With `window` w, a query at position p sees keys at positions above
-    p - w, counted in the unpacked sequence. With `sinks`, each head has one more score, of a key
-    whose value is zero (gpt-oss, arXiv 2508.10925); computed with a dense mask, head by head.
+    p - w, counted in the unpacked sequence. With `sinks`, each head has one more score, for a key
+    of value zero (gpt-oss, arXiv 2508.10925); computed with a dense mask, head by head.
     """
     if scale is None:
         scale = q_BHTE.shape[-1] ** -0.5
@@ -224,8 +223,8 @@ def dense_attend(
     soft_cap: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute attention with a dense mask: the exact fallback, against which the other ways are
-    tested. Memory is quadratic in T."""
+    """Compute attention with a dense mask: the exact fallback, and the reference for testing the
+    other ways. Memory is quadratic in T."""
     return _masked_attend(q_BHTE, k_BKTE, v_BKTE, plan.dense(window), scale, soft_cap)
 
 
@@ -241,7 +240,7 @@ def dense_attend_by_head(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute the same for one row and key/value head at a time, and again in the backward pass:
-    besides the mask, the scores of one of them are the most that is held."""
+    the peak is the mask and one head's scores."""
     mask = plan.dense(window)
     how = (scale, soft_cap)
     rows = []
@@ -295,7 +294,7 @@ def attend_trees(
     soft_cap: float | None,
     options: Any,
 ) -> Tensor:
-    """Call FlexAttention on rows laid end to end: what is compiled. `options` are its kernels'."""
+    """Call FlexAttention on rows laid end to end: the compiled part. `options` are its kernels'."""
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         assert soft_cap is not None
@@ -319,8 +318,8 @@ def kernel_options(head_dim: int, dtype: torch.dtype, shared_memory: int) -> dic
     in bytes.
 
     With heads above 128, PyTorch's tiles need more than the 99 KiB of GPUs with 24 GB and of sm_120
-    (pytorch issues 180278 and 198224; the backward pass's here are the fastest that were found
-    there). `tools/check_kernels.py` compiles them all.
+    (pytorch issues 180278 and 198224; the backward pass's here are the fastest found there).
+    `tools/check_kernels.py` compiles them all.
     """
     options: dict[str, int | bool] = {"IS_DIVISIBLE": True}
     if head_dim <= 128 or shared_memory >= _LARGE_TILES:
@@ -332,7 +331,7 @@ def kernel_options(head_dim: int, dtype: torch.dtype, shared_memory: int) -> dic
     options |= zip(
         ("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"), sizes, strict=True
     )
-    if dtype is not torch.float32:  # for which PyTorch's are small
+    if dtype is not torch.float32:  # PyTorch's are small for it
         options |= {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {
             "bwd_num_stages": 2,
             "bwd_num_warps": 4,
@@ -352,13 +351,13 @@ def flex_attend(
     kernel: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Compute attention with FlexAttention (arXiv 2412.05496): by `compiled_flex`, unless another
-    `kernel` is given. Raises UserError where it would have to be computed without being compiled.
+    `kernel` is given. Raises UserError if it would run uncompiled.
 
     Keys and values are laid out for each query head: grouped, the backward pass has too few
     programs, and takes half as long again (H100). Compared on the CPU; on a GPU in runs of
-    tests/gpu whose results were lost in part.
+    tests/gpu with partly lost results.
     """
-    # Here, where no compiler of whole layers sees it.
+    # Here, hidden from any compiler of whole layers.
     kernel = compiled_flex() if kernel is None else kernel
     B, H, T, E = q_BHTE.shape
     mask = plan.flex(window)
@@ -366,8 +365,8 @@ def flex_attend(
     narrow = max(0, _NARROWEST - E)
 
     def joined(x_BHTE: Tensor) -> Tensor:
-        """Lay the rows end to end, heads of keys and values once for each query head that they
-        serve.
+        """Lay the rows end to end, repeating heads of keys and values for each of their query
+        heads.
         """
         x_HSE = F.pad(
             x_BHTE.transpose(1, 2).flatten(0, 1), (0, narrow, 0, 0, 0, S - B * T)
@@ -375,7 +374,7 @@ def flex_attend(
         times = H // x_HSE.shape[0]
         if times > 1:
             x_HSE = x_HSE.unsqueeze(1).expand(-1, times, -1, -1).flatten(0, 1)
-        # A view where memory is [B, T, H, E], as after projections, and B·T a multiple of blocks.
+        # A view if memory is [B, T, H, E], as after projections, and B·T a multiple of blocks.
         else:
             x_HSE = x_HSE.transpose(0, 1).contiguous().transpose(0, 1)
         torch._dynamo.mark_dynamic(x_1HSE := x_HSE.unsqueeze(0), 2)
@@ -404,7 +403,7 @@ def flex_attend(
 
 
 def _attend_compiled(q_1HSE: Tensor, *arguments: Any) -> Tensor:
-    if not torch.compiler.is_dynamo_compiling():  # code that was compiled does not come here
+    if not torch.compiler.is_dynamo_compiling():  # compiled code does not come here
         S = q_1HSE.shape[2]
         raise UserError(
             f"torch.compile is switched off, and without it attention over {S} tokens would hold "
@@ -422,7 +421,7 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..
     else.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
-    # So that selective checkpointing sees it.
+    # Makes it visible to selective checkpointing.
     options: dict[str, Any] | None = {"wrap_inductor_compiled_regions": True}
     options = options if backend == "inductor" else None
     compiled: Callable[..., Tensor] = torch.compile(

@@ -1,18 +1,18 @@
-"""Run recurrent layers over packed trees: a prompt once, its state handed to every completion.
+"""Run recurrent layers over packed trees: a prompt once, its state passed to every completion.
 
-A packed row holds groups of tokens, each of which continues its parent (`ttrl.data.packing.masks`).
+A packed row holds groups of tokens, each continuing its parent (`ttrl.data.packing.masks`).
 Attention sees the tree through a mask. A recurrence has no mask, so this file cuts rows into
 groups:
 
 - `branching_scan` runs a scan (gated delta rule, Mamba 2, KDA) over all groups of one depth at a
   time. A group begins with the final state of its parent. The gradients of all children add up in
-  that state.
+  this state.
 - `branching_convolution` puts the last k - 1 inputs of its ancestors before each group.
 
-Both call the functions of the model that uses them, unchanged, with other arguments.
+Both call the model's own functions, unchanged, with other arguments.
 
-Shapes: B rows, T tokens of a row, N = B·T, n groups of a batch, L tokens of the longest of them,
-C channels, k taps of a convolution. Has never run on a GPU.
+Shapes: B rows, T tokens of a row, N = B·T, n groups of a batch, L tokens of the longest of them, C
+channels, k taps of a convolution. Has never run on a GPU.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Group(NamedTuple):
     start: int
     stop: int
     parent: int | None
-    """Number of the group that it continues."""
+    """The number of its parent group."""
     depth: int
 
     @property
@@ -45,12 +45,12 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Groups of one depth that a scan computes together."""
+    """Groups of one depth, scanned together."""
 
     index: Tensor
-    """int64 [n, L]: positions; N where a group is filled up."""
+    """int64 [n, L]: positions; N in the padding of a group."""
     parents: Tensor | None
-    """int64 [n]: which of the states of the depth above each group begins with; None for roots."""
+    """int64 [n]: each group's initial state, by its number in the depth above; None for roots."""
     has_children: bool
     """Whether the groups' final states are needed. Batches with children come first."""
 
@@ -72,8 +72,8 @@ class Branches:
 
     @functools.cached_property
     def exact_batches(self) -> tuple[tuple[Batch, ...], ...]:
-        """Return batches in which groups with children are equally long, so that nothing is filled
-        up before a final state."""
+        """Return batches; their groups with children are equally long: nothing is padded before a
+        final state."""
         return self._batched(1.0)
 
     def _batched(self, fullness: float) -> tuple[tuple[Batch, ...], ...]:
@@ -115,7 +115,7 @@ class Branches:
         return Batch(index.to(self.device), parents, has_children)
 
     def order(self, batches: tuple[tuple[Batch, ...], ...]) -> Tensor:
-        """Return int64 [N]: where in the outputs of all batches, laid end to end, each position is;
+        """Return int64 [N]: each position's place in the outputs of all batches, laid end to end;
         behind the last of them for padding."""
         everywhere = torch.cat([batch.index.flatten() for depth in batches for batch in depth])
         places = torch.full(
@@ -135,8 +135,8 @@ class Branches:
         return self.order(self.exact_batches)
 
     def taps(self, before: int) -> tuple[Tensor, Tensor]:
-        """Return int64 (positions, places): each group with `before` inputs of its ancestors before
-        it, N where there are none; and where in that each position is, behind the end for padding.
+        """Return int64 (positions, places): each group after `before` inputs of its ancestors, N
+        for missing ones; and each position's place therein, behind the end for padding.
         """
         if before not in self._taps:
             self._taps[before] = self._find_taps(before)
@@ -173,7 +173,7 @@ def _of_similar_length(
 
 
 def branches_of(group_ids: Tensor, parent_ids: Tensor) -> Branches:
-    """Return the groups of packed rows. Waits for the device that the ids are on.
+    """Return the groups of packed rows. Waits for the device of the ids.
 
     group_ids, parent_ids: int64 [B, T], -1 in padding, as in `ttrl.data.packing.masks`.
     """
@@ -198,7 +198,7 @@ def branches_of(group_ids: Tensor, parent_ids: Tensor) -> Branches:
                 begin = row * length + start
                 groups.append(Group(begin, begin + count, above, depth))
             start += count
-    # Rows of padding alone, which a process is given where others have the last ones.
+    # Rows of pure padding: a process gets them if only others have rows left.
     if not groups:
         groups.append(Group(0, length, None, 0))
     return Branches(tuple(groups), rows * length, group_ids.device)
@@ -212,12 +212,12 @@ class Scan(NamedTuple):
     state: str
     """The argument with initial states."""
     wants_state: str
-    """The argument that asks for final states."""
+    """The argument requesting final states."""
     fill: Mapping[str, float] | None = None
-    """Values with which a token changes no state, where they are not zeros. None: there are none,
-    so that nothing may be filled up."""
+    """Neutral values: a token with them changes no state; zeros unless listed. None: there are
+    none, and nothing may be padded."""
     always_two: bool = True
-    """Whether it returns (outputs, states) even where states were not asked for."""
+    """Whether it returns (outputs, states) even without a request for states."""
 
 
 def branching_scan(

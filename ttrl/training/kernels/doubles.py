@@ -1,8 +1,8 @@
-"""Compute in float64 with code that says float32.
+"""Compute in float64 with code written for float32.
 
-Model classes of transformers convert to float32 where 16 bits would be too few: in norms, softmax,
-rotary embeddings, scans. Where all numbers are in float64, that would round them to 24 bits in the
-middle of a computation, which hides differences below 1e-7. In this mode such conversions leave
+Model classes of transformers convert to float32 if 16 bits would be too few: in norms, softmax,
+rotary embeddings, scans. For numbers in float64, the conversion would round to 24 bits in the
+middle of a computation, and hide differences below 1e-7. In this mode such conversions leave
 float64 as it is.
 """
 

@@ -1,15 +1,14 @@
-"""The arithmetic of an output head on a GPU, in Triton: log-probability, entropy and gradient out
-of a chunk's logits.
+"""Compute an output head on a GPU, in Triton: log-probability, entropy and gradient from a chunk's
+logits.
 
-Each logit is read once for what is measured of its position (largest, sum and entropy so far go
-along the vocabulary), and once to become the gradient; nothing else of the vocabulary's width is
-made. PyTorch's operations (the formulas are there: `ttrl.training.kernels.head_blocks`) read and
-write it some ten times, and hold two copies in fp32; so there is room for logits in fp32 of
-products in bf16.
+Each logit is read once for its position's measures (largest, sum and entropy so far go along the
+vocabulary), and once to become the gradient; nothing else of the vocabulary's width is made.
+PyTorch's operations (with the formulas, in `ttrl.training.kernels.head_blocks`) read and write it
+some ten times, and hold two copies in fp32; the savings make room for logits in fp32 of products in
+bf16.
 
-Run by Triton's interpreter in the tests, compiled for GPUs that are not there
-(tools/check_kernels.py), and on an H100 held to float64 at vocabularies of 50,257 and 151,936
-(tests/gpu).
+Run by Triton's interpreter in the tests, compiled for absent GPUs (tools/check_kernels.py), and
+compared on an H100 with float64 at vocabularies of 50,257 and 151,936 (tests/gpu).
 
 Shapes: n positions of a chunk, V vocabulary (this rank's part).
 """
@@ -45,8 +44,8 @@ def measure_kernel(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for a position: log Σ exp z, the entropy of softmax(z), and z of the label, 0
-    where it is another rank's.
+    """One program for a position: log Σ exp z, the entropy of softmax(z), and z of the label, 0 if
+    it is another rank's.
     """
     row = tl.program_id(0).to(tl.int64)
     start = raw + row * stride
@@ -136,8 +135,8 @@ def gradient(
     temperature: float,
     soft_cap: float | None,
 ) -> None:
-    """Write ∂loss/∂raw into `out`, which may be `raw`. known: log Σ exp z and entropy, of the whole
-    vocabulary. upstream: ∂loss/∂ of log-probability and entropy."""
+    """Write ∂loss/∂raw into `out`, possibly `raw` itself. known: log Σ exp z and entropy, of the
+    whole vocabulary. upstream: ∂loss/∂ of log-probability and entropy."""
     of_logprobs, of_entropy = (None if x is None else x.float().contiguous() for x in upstream)
     n, V = raw_nV.shape
     if n:

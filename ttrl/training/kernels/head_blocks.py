@@ -1,14 +1,14 @@
-"""The arithmetic of an output head on one chunk of positions: probabilities, entropies,
-divergences, gradients in closed form.
+"""Compute an output head on one chunk of positions: probabilities, entropies, divergences, closed-
+form gradients.
 
-With raw logits r = h·Wᵀ + b, z = cap·tanh(r/cap)/temperature (the cap where a model has one), p =
+With raw logits r = h·Wᵀ + b, z = cap·tanh(r/cap)/temperature (for a model with a cap), p =
 softmax(z), and per position a label y, H = -Σ p log p and D = Σ p (log p - log q):
 
     ∂ log p(y)/∂z = onehot(y) - p        ∂H/∂z = -p (log p + H)        ∂D/∂z = p (log p - log q - D)
 
-so one buffer of logits becomes, in place, the gradient to be multiplied with W and h. It is worked
-on a few rows at a time, which stay in the cache. Where the vocabulary is sharded, each rank holds
-its columns, and only numbers per position are exchanged.
+so one buffer of logits becomes, in place, the gradient to be multiplied with W and h. It is
+processed a few rows at a time, small enough for the cache. With a sharded vocabulary, each rank
+holds its columns, and only numbers per position are exchanged.
 
 Shapes: n positions of a chunk, r of them at a time, D width, V vocabulary (this rank's).
 """
@@ -30,7 +30,7 @@ _GRADIENT_COLUMNS = 8192  # of the vocabulary, when products in bf16 are added u
 
 @dataclass(frozen=True, eq=False)
 class VocabShards:
-    """Which part of the vocabulary this rank holds, and the sums over all parts."""
+    """This rank's part of the vocabulary, and the sums over all parts."""
 
     group: dist.ProcessGroup | None
     first: int
@@ -66,8 +66,8 @@ class VocabShards:
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """One output projection and what follows it. `weight` and `bias` are in the dtype of the
-    products.
+    """One output projection and its cap and temperature. `weight` and `bias` are in the dtype of
+    the products.
     """
 
     weight: Tensor
@@ -79,7 +79,7 @@ class HeadWeights:
     def logits(self, h_nD: Tensor, buffer: Tensor) -> Tensor:
         """Return raw logits [n, V], written into the buffer's first n rows."""
         raw_nV = buffer[: len(h_nD)]
-        # On GPUs: products in bf16 that are added up in fp32 stay so.
+        # On GPUs: bf16 products with fp32 sums stay in fp32.
         if raw_nV.dtype != h_nD.dtype:
             torch.mm(h_nD, self.weight.T, out_dtype=raw_nV.dtype, out=raw_nV)
         else:
@@ -109,7 +109,7 @@ class HeadWeights:
         return self.shards.logsumexp(torch.cat(parts))
 
     def mine(self, labels_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which labels are in this rank's part, and their columns in it, both [m]."""
+        """Return the labels in this rank's part, and their columns in it, both [m]."""
         if self.shards.group is None:  # all of them are; to look would mean to wait for a GPU
             return torch.arange(len(labels_n), device=labels_n.device), labels_n
         local = labels_n - self.shards.first
@@ -143,7 +143,7 @@ def _has_triton() -> bool:
 
 
 def blocks(raw_nV: Tensor) -> Iterator[slice]:
-    """Return row ranges that fit into a CPU's cache; on other devices all rows at once."""
+    """Return row ranges small enough for a CPU's cache; on other devices all rows at once."""
     n, V = raw_nV.shape
     if raw_nV.device.type == "cpu":
         rows = max(1, _CACHED_ELEMENTS // max(1, V))
@@ -154,7 +154,7 @@ def blocks(raw_nV: Tensor) -> Iterator[slice]:
 
 @dataclass(eq=False)
 class Distribution:
-    """What is known of each position of a chunk, all [n]; `divergence` only with a reference."""
+    """A chunk's facts by position, all [n]; `divergence` only with a reference."""
 
     logprobs: Tensor
     log_normaliser: Tensor
@@ -164,7 +164,7 @@ class Distribution:
 
 @dataclass(eq=False)
 class HeadChunk:
-    """The logits of n positions, and of the reference where there is one."""
+    """The logits of n positions, and of the reference if there is one."""
 
     weights: HeadWeights
     labels: Tensor
@@ -220,8 +220,8 @@ class HeadChunk:
         return Distribution(logprobs, normaliser, torch.zeros_like(logprobs))
 
     def hidden_gradient(self, known: Distribution, gradients: "Gradients") -> Tensor:
-        """Return the gradient at the hidden states [n, D] that these give, this rank's share of it;
-        the logits stay.
+        """Return the gradient at the hidden states [n, D] from these, this rank's share of it; the
+        logits stay.
         """
         copied = dataclasses.replace(self, raw=self.raw.clone())
         copied.finish(known, gradients, entropies=False)
@@ -252,7 +252,7 @@ class HeadChunk:
             else:
                 slope = self.weights.slope(z)
             normaliser = known.log_normaliser[rows].unsqueeze(1)
-            # z may be the raw logits themselves, which are needed no more once the slope is known
+            # z may be the raw logits themselves, unneeded once the slope is known
             if gradients is not None or z.data_ptr() != self.raw[rows].data_ptr():
                 logp = z.sub_(normaliser)
             else:
@@ -275,8 +275,8 @@ class HeadChunk:
             if gradients is not None:
                 assert slope is not None
                 factor = gradients.factor(rows, known, logp, log_ratio)
-                # The label's own part is added before bf16 rounds: what is left of 1 - p where p is
-                # near 1 would be lost.
+                # The label's own part is added before bf16 rounds: for p near 1, 1 - p would be
+                # lost.
                 if self.raw.dtype == p.dtype:
                     into = self.raw[rows]
                 else:
@@ -308,7 +308,7 @@ class Gradients:
     divergence: Tensor | None = None
 
     def terms(self) -> Iterator[tuple[str, "Gradients"]]:
-        """Yield what belongs to whole distributions, each alone."""
+        """Yield each term of whole distributions separately."""
         nothing = torch.zeros_like(self.logprobs)
         if self.entropy is not None:
             yield "entropy", Gradients(nothing, entropy=self.entropy)

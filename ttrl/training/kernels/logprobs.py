@@ -1,12 +1,12 @@
-"""From hidden states to log-probabilities without ever holding the logits of a whole row. Needs
-torch alone.
+"""Compute log-probabilities from hidden states, without holding the logits of a whole row. Needs
+only torch.
 
-Only trained positions go through the output projection, a chunk at a time, so that the peak is one
-chunk's logits. Two forms:
+Only trained positions go through the output projection, a chunk at a time: the peak is one chunk's
+logits. Two forms:
 
-    gradient in the forward pass   for losses that treat each token by itself (`token_loss`): while
-                                   a chunk's logits are there, they become the gradient, which the
-                                   backward pass only scales; three products in all
+    gradient in the forward pass   for losses of each token by itself (`token_loss`): a chunk's
+                                   logits become the gradient at once, and the backward pass only
+                                   scales it; three products in all
     recompute                      for all others: the backward pass computes a chunk's logits
                                    again; four products
 
@@ -38,17 +38,17 @@ from ttrl.training.kernels.head_blocks import (
     fused_kernels,
 )
 
-IGNORE = -100  # the label of positions where nothing is trained, as everywhere in PyTorch
-# Positions, where nothing is asked for; twice as many are 7% faster, and take twice the memory.
+IGNORE = -100  # the label of untrained positions, as everywhere in PyTorch
+# Positions, by default; twice as many are 7% faster, and take twice the memory.
 _CHUNK = {"cpu": 128}
 _CHUNK_ELSEWHERE = 1024
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
-"""(log-probabilities [n], which of the N positions they are) → weighted losses [n], each a function
-of its own token alone.
+"""(log-probabilities [n], their places among the N positions) → weighted losses [n], each a
+function of its own token only.
 """
 Apart = Callable[[str, Tensor], None]
-"""("entropy" or "divergence", the gradient [n, D] at a chunk's hidden states that comes of it)"""
+"""("entropy" or "divergence", its gradient [n, D] at a chunk's hidden states)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class ReferenceHead:
 
 @dataclass(frozen=True, eq=False)
 class HeadOutput:
-    """What a head says of N positions, all [N], in nats, fp32 or wider."""
+    """A head's outputs at N positions, all [N], in nats, fp32 or wider."""
 
     logprobs_N: Tensor  # noqa: N815
     """Log-probabilities of the labels."""
@@ -93,14 +93,13 @@ def run_head(
     apart: Apart | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> HeadOutput:
-    """Evaluate the distributions softmax(cap(h·Wᵀ + b) / temperature), from which a sampler draws,
-    at their labels.
+    """Evaluate the sampler's distributions softmax(cap(h·Wᵀ + b) / temperature) at their labels.
 
-    With `token_loss`, `loss` is Σ of the weighted losses, whose gradient is ready when this
-    returns: everything else is detached. `backward` through it may happen once, with any factor.
-    Without, `logprobs_N` have a gradient, and so have `entropy_N` and `divergence_N` where it is
-    asked for; `apart` is then told in the backward pass, chunk by chunk, what each of these two
-    adds to the gradient of the hidden states, for a product more each.
+    With `token_loss`, `loss` is Σ of the weighted losses, with its gradient ready on return:
+    everything else is detached. `backward` through it may happen once, with any factor. Without,
+    `logprobs_N` have a gradient, and on request so have `entropy_N` and `divergence_N`; the
+    backward pass then gives `apart`, chunk by chunk, the contribution of these two to the gradient
+    of the hidden states, for a product more each.
 
     Chunks: `num_chunks` of about the same size, or `chunk_size` positions each, or neither.
     Products run in autocast's dtype, or else in the wider one of the two factors'. With
@@ -149,7 +148,7 @@ def run_head(
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """One call of `run_head`, without the tensors that get a gradient."""
+    """One call of `run_head`, without its differentiable tensors."""
 
     labels: Tensor
     chunk_size: int
@@ -173,7 +172,7 @@ class _Task:
     def chunks(
         self, h_ND: Tensor, weights: HeadWeights, use_reference: bool
     ) -> Iterator[tuple[slice, Tensor, HeadChunk]]:
-        """Yield (which positions, their hidden states, their logits), all in the same buffer."""
+        """Yield (positions, their hidden states, their logits), all in the same buffer."""
         other = None
         if use_reference and self.reference is not None:
             other = self.weights(self.reference.weight_ref_VD, self.reference.bias_ref_V)
@@ -184,7 +183,7 @@ class _Task:
             and self.dtype is torch.bfloat16
             and fused_kernels(buffer) is not None
         ):
-            buffer = torch.empty_like(buffer, dtype=torch.float32)  # which makes no copies of them
+            buffer = torch.empty_like(buffer, dtype=torch.float32)  # without copying them
         spare = None if other is None else torch.empty_like(buffer)
         for start in range(0, len(h_ND), self.chunk_size):
             part = slice(start, start + self.chunk_size)
@@ -199,7 +198,7 @@ class _Task:
 
 
 class _Totals:
-    """Gradients of the inputs, summed over chunks; None where none is wanted."""
+    """Gradients of the inputs, summed over chunks; None for unwanted ones."""
 
     def __init__(
         self,
@@ -220,7 +219,7 @@ class _Totals:
         )
 
     def add(self, part: slice, h_nD: Tensor, chunk: HeadChunk) -> None:
-        """Add the gradients of one chunk, whose logits have been turned into their gradient."""
+        """Add one chunk's gradients, from logits already turned into their gradient."""
         if self.h is not None:
             self.h[part] = chunk.raw @ chunk.weights.weight
         if self.weight is not None:
@@ -229,8 +228,8 @@ class _Totals:
             self.bias += chunk.raw.sum(dim=0, dtype=self.bias.dtype)
 
     def finished(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients in the inputs' dtypes; that of the hidden states is summed over the
-        whole vocabulary.
+        """Return the gradients in the inputs' dtypes; the hidden states' is summed over the whole
+        vocabulary.
         """
         if self.h is not None:
             self.task.shards.sum(self.h)

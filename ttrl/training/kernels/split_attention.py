@@ -1,13 +1,13 @@
-"""Exact attention over packed trees on CPUs, without a mask: split into parts that a plain kernel
-computes, then merged.
+"""Compute exact attention over packed trees on CPUs, without a mask: plain kernels for parts, then
+a merge.
 
-Query q sees key k where k <= q < end[k] (`ttrl.data.packing.masks.subtree_ends`). A run of tokens
-with the same end therefore attends causally within itself, and all tokens from behind the run up to
-its end see every key of it. So the whole is
+Query q sees key k if k <= q < end[k] (`ttrl.data.packing.masks.subtree_ends`). A run of tokens with
+the same end therefore attends causally within itself, and all tokens from behind the run up to its
+end see every key of it. So the whole is
 
     causal parts       one per run: each token is a query of exactly one
-    rectangles         one per run that others continue: the queries behind it, contiguous, against
-                       its keys, nothing masked
+    rectangles         one per continued run: the queries behind it, contiguous, against its keys,
+                       nothing masked
 
 each computed by the flash kernel of PyTorch's CPU backend (fp32, bf16, float64; grouped queries
 without repeated keys) and merged by log-sum-exp, as in FlashAttention-2 (arXiv 2307.08691) and
@@ -15,9 +15,9 @@ Hydragen (arXiv 2402.05099). The backward kernel rebuilds probabilities from sco
 given the *merged* output and log-sum-exp, each part yields its share of the exact gradient. Memory:
 a few times the size of the queries.
 
-Rows are laid end to end, since a tree never spans rows. Runs of equal length that follow one
-another (siblings) go through one call; short runs of other lengths are gathered into padded
-batches: causal attention needs no mask for padding at the end.
+Rows are laid end to end, since a tree never spans rows. Consecutive runs of equal length (siblings)
+go through one call; short runs of other lengths are gathered into padded batches: causal attention
+needs no mask for padding at the end.
 
 Shapes: B rows, T tokens of a row, S = B·T, H query heads, K key/value heads, E dimension of a head,
 n runs of a batch, L tokens of a run.
@@ -47,8 +47,8 @@ _BF16_FROM = 512
 
 @dataclass(eq=False, frozen=True)
 class Span:
-    """`count` runs of `length` tokens that follow one another, from position `start` of the rows
-    laid end to end.
+    """`count` consecutive runs of `length` tokens, from position `start` of the rows laid end to
+    end.
     """
 
     start: int
@@ -72,15 +72,15 @@ class Span:
 
 @dataclass(eq=False, frozen=True)
 class Gathered:
-    """Runs of about the same length, wherever they are. Beyond its end, a run is filled up with
-    copies of its last token.
+    """Runs of about the same length, at any places. Shorter runs are padded with copies of their
+    last token.
     """
 
     index: Tensor
     """int64 [n·L]: positions."""
     count: int
     real: Tensor
-    """int64 [r]: which of the n·L are not copies."""
+    """int64 [r]: the entries among the n·L without the copies."""
     where: Tensor
     """int64 [r]: their positions."""
 
@@ -120,8 +120,8 @@ class SplitPlan:
 
 
 def split_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor) -> SplitPlan:
-    """Return the parts that cover exactly the pairs of query and key that may see each other.
-    Padding is in no part.
+    """Return the parts covering exactly the visible pairs of query and key. Padding is
+    in no part.
     """
     T = group_ids_BT.shape[1]
     ends_BT = subtree_ends(group_ids_BT, parent_ids_BT)
@@ -150,7 +150,7 @@ def split_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor) -> SplitPlan:
 
 
 def _batched(runs: list[tuple[int, int]]) -> Iterator[Span | Gathered]:
-    """Group runs so that few calls compute them."""
+    """Group runs into few calls."""
     spans: list[Span] = []
     for start, stop in runs:
         length = stop - start
@@ -262,9 +262,7 @@ class _SplitAttention(torch.autograd.Function):
 
 
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of a function, such as one that loops over parts that differ from
-    batch to batch.
-    """
+    """Keep torch.compile out of a function, such as one looping over batch-dependent parts."""
     kept_out: Callable[P, R] = torch.compiler.disable(function)
     return kept_out
 

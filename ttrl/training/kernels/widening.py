@@ -1,4 +1,4 @@
-"""Products with frozen weights that are held in bf16 or fp16 and computed with in fp32 or wider.
+"""Multiply with frozen weights held in bf16 or fp16, computing in fp32 or wider.
 
 Widening a number changes nothing, so each result equals the one with weights held in fp32, bit for
 bit. The wide copy lives for one product. Autograd would keep it until the backward pass, together
@@ -23,7 +23,7 @@ def held_narrow(weight: Tensor) -> bool:
 
 
 def widened(weight: Tensor) -> Tensor:
-    """Return a weight as its holder means it: in fp32, or as it is where it is wider."""
+    """Return a weight in its intended precision: in fp32, or as it is if wider."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer whose weights may be held in 16 bits while they are frozen."""
+    """A linear layer; its frozen weights may be held in 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map x [..., D] → [..., O]."""
@@ -47,7 +47,7 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """PyTorch's, whose weights may be held in 16 bits."""
+    """PyTorch's, with weights possibly held in 16 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise x [..., D]."""
@@ -56,7 +56,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class TiedLinear:
-    """An output projection that is the embeddings' matrix: h [..., D] → logits [..., V]."""
+    """An output projection by the embeddings' matrix: h [..., D] → logits [..., V]."""
 
     def __init__(self, embeddings: nn.Embedding) -> None:
         self.tied_module = embeddings

@@ -1,13 +1,13 @@
-"""Decoders for the recipes: ours, built from a Hugging Face folder's config.json and nothing else,
-and transformers' classes.
+"""Define decoders for the recipes: ours, built only from a Hugging Face folder's config.json, and
+transformers' classes.
 
-architecture  everything that a forward pass needs, read from a config; what we cannot compute is
-refused, all of it at once
+architecture  a forward pass's settings, read from a config; unsupported ones are refused, all at
+once
 rope          rotary positions of every type
 blocks        norms, attention and layers
 decoder       torchtune's skeleton with these parts in it
 transformers_decoder  transformers' own classes, with attention and recurrences of packed rows
 plugged in
-layouts       where checkpoints of these classes keep their parameters
+layouts       the places of parameters in checkpoints of these classes
 weights       parameters from safetensors and back, under either naming
 """

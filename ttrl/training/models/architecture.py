@@ -1,5 +1,4 @@
-"""Read from config.json everything that a forward pass needs; what we cannot compute is refused,
-all of it at once.
+"""Read a forward pass's settings from config.json; refuse unsupported ones, all at once.
 
 Both spellings of RoPE are read: `rope_parameters` of transformers 5, and the older `rope_theta`
 with `rope_scaling`.
@@ -26,9 +25,9 @@ from ttrl.training.models.rope import EVERY_LAYER, ROPE_TYPES
 register()
 
 Chosen = Literal["auto", "torchtune", "transformers"]
-"""Whose code computes a model: ours, transformers' own class, or ours where it knows the family."""
+"""A model's decoder code: ours, transformers' own class, or ours if it knows the family."""
 
-# Types of layers of transformers' classes that the plugged in functions know, or that look at one
+# Layer types of transformers' classes supported by the plugged in functions, or looking at one
 # token at a time.
 _PLUGGED_IN = frozenset(
     {
@@ -46,17 +45,13 @@ _NOT_PACKED = {
     "def mamba_selective_scan": "Mamba 1, whose scan begins with no state of its own",
     "create_chunked_causal_mask(": "attention within chunks",
 }
-"""What the source of a class contains, and what it then computes that packed rows have no function
-for.
-"""
+"""Source text of a class, and the unsupported computation it reveals for packed rows."""
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu2")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a decoder computes, apart from its weights. Fields that config.json has too bear its
-    names.
-    """
+    """A decoder's computation, without its weights. Fields also in config.json keep its names."""
 
     model_type: str
     vocab_size: int
@@ -80,7 +75,7 @@ class Architecture:
     tie_word_embeddings: bool
     rope_parameters: dict[str, Any]
     rope_kinds: tuple[str | None, ...]
-    """For each layer, which of the config's RoPEs it uses; None: none."""
+    """Each layer's kind among the config's RoPEs; None: none."""
     learned_positions: int
     """Rows of a table of embeddings of positions; 0: there is none."""
     windows: tuple[int | None, ...]
@@ -111,7 +106,7 @@ def _ropes(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def architecture(config: PretrainedConfig) -> Architecture:
-    """Return the architecture of a config that `read_config` has accepted."""
+    """Return the architecture of a config accepted by `read_config`."""
     family = OWN_DECODERS[config.model_type]
     values = _values(config)
     head_dim = values.head_dim
@@ -163,8 +158,8 @@ def architecture(config: PretrainedConfig) -> Architecture:
 
 
 def _described(rope: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Return RoPE parameters in one form for either spelling, with what else the frequencies depend
-    on.
+    """Return RoPE parameters in one form for either spelling, with everything else the frequencies
+    depend on.
     """
     known = {
         name: value for name, value in sorted(rope.items()) if name != "type" and value is not None
@@ -177,7 +172,7 @@ def _described(rope: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]
 
 
 def _problems(config: PretrainedConfig) -> list[str]:
-    """Return everything in a config that our decoder does not compute."""
+    """Return all parts of a config unsupported by our decoder."""
     problems = []
     known = config.model_type in OWN_DECODERS
     if not known:
@@ -217,7 +212,7 @@ def _problems(config: PretrainedConfig) -> list[str]:
 
 
 def _problems_of_any(config: PretrainedConfig) -> list[str]:
-    """Return what neither decoder computes."""
+    """Return the parts supported by neither decoder."""
     problems = []
     if getattr(config, "is_encoder_decoder", False):
         problems.append("an encoder in addition to the decoder")
@@ -232,13 +227,13 @@ def _problems_of_any(config: PretrainedConfig) -> list[str]:
 
 
 def uses_transformers(config: PretrainedConfig) -> bool:
-    """Tell whether a config that `read_config` gave is for transformers' own class."""
+    """Tell whether a config from `read_config` is for transformers' own class."""
     chosen: Chosen = getattr(config, "ttrl_decoder", "auto")
     return chosen == "transformers" or (chosen == "auto" and config.model_type not in OWN_DECODERS)
 
 
 def _problems_with_transformers(config: PretrainedConfig) -> list[str]:
-    """Return everything that keeps transformers' own class from being trained on packed rows."""
+    """Return all obstacles to training transformers' own class on packed rows."""
     kind = config.model_type
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in OWN_MODEL_TYPES:
         return [
@@ -305,11 +300,11 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
 
 
 def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfig:
-    """Read the config of a model folder, or a config.json itself; of a model with a vision tower,
-    that of its text part. `decoder`: whose code is to compute it.
+    """Read the config of a model folder, or a config.json itself; for a model with a vision tower,
+    its text part. `decoder`: the choice of decoder code.
 
-    Raises ModelFolderError where it is missing or unreadable, or with everything in it that this
-    decoder does not compute.
+    Raises ModelFolderError if it is missing or unreadable, or with everything in it unsupported by
+    this decoder.
     """
     folder = Path(folder)
     if folder.is_dir():
@@ -342,7 +337,7 @@ def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfi
             decoder = "transformers"
     config.ttrl_decoder = decoder
     if getattr(config, "rope_parameters", None):
-        # What transformers does again before it computes frequencies.
+        # transformers repeats this before computing frequencies.
         config.standardize_rope_params()
     if (
         problems := _problems_with_transformers(config)
@@ -376,7 +371,7 @@ def check_same_architecture(config: PretrainedConfig, own: PretrainedConfig, fol
 
 
 def _computed(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config that say what is computed."""
+    """Return a config's fields describing the computation."""
     others = (
         "dtype",
         "transformers_version",

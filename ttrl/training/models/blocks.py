@@ -1,4 +1,4 @@
-"""Norms, attention and layers of decoders, where torchtune 0.6.1 has none or others.
+"""Define norms, attention and layers of decoders, missing or different in torchtune 0.6.1.
 
 - q/k norms come before RoPE, as in Qwen3 and Gemma 3 (torchtune applies them after, as nanochat
   does);
@@ -111,9 +111,9 @@ class SelfAttention(nn.Module):
         self.soft_cap = shape.attention_soft_cap
 
     def forward(self, x: Tensor, y: Tensor, *, mask: AttentionPlan, input_pos: Rotary) -> Tensor:
-        """Map x [B, T, D] (y, torchtune's second input, is the same tensor) → [B, T, D]. `mask` and
-        `input_pos` are torchtune's names for what is passed through its layers to the attention:
-        here the plan of attention, and RotaryEmbedding's output.
+        """Map x [B, T, D] (y, torchtune's second input, is the same tensor) → [B, T, D]. torchtune
+        passes `mask` and `input_pos` through its layers to the attention: here the plan of
+        attention, and RotaryEmbedding's output.
         """
         B, T, _ = x.shape
         x = for_products(x)
@@ -151,7 +151,7 @@ class ParallelLayer(TransformerSelfAttentionLayer):
 
 
 def layer(shape: Architecture, number: int) -> TransformerSelfAttentionLayer:
-    """Make the layer of that number, counted from 0."""
+    """Make the layer with a number, counted from 0."""
     dim = shape.hidden_size
     width = shape.intermediate_size
     bias = shape.mlp_bias

@@ -1,6 +1,6 @@
-"""The decoder that the recipes train: torchtune's skeleton (TransformerDecoder, its layers and
-FeedForward, so that its tools for checkpointing, sharding and LoRA apply) around our attention,
-RoPE and norms.
+"""Build the recipes' decoder: torchtune's skeleton around our attention, RoPE and norms.
+TransformerDecoder, its layers and FeedForward stay usable with torchtune's tools for checkpointing,
+sharding and LoRA.
 
 Shapes: B rows, T tokens, D width, V vocabulary.
 """
@@ -22,7 +22,7 @@ from ttrl.training.models.transformers_decoder import TransformersDecoder
 
 class Decoder(TransformerDecoder):
     """torchtune's decoder with one RoPE computation per pass, and hidden states as its output.
-    Dropout is never applied, whatever the config says: what is trained must be what samples."""
+    The config's dropout is never applied: trainer and sampler must compute the same model."""
 
     rope: RotaryEmbedding
     pos_embeddings: nn.Embedding | None
@@ -31,7 +31,7 @@ class Decoder(TransformerDecoder):
     """The longest sequence in tokens, as it was given to `build_decoder`."""
     architecture: Architecture
     output_soft_cap: float | None
-    """Logits are cap·tanh(logits/cap) where this is not None (Gemma 2)."""
+    """Logits are cap·tanh(logits/cap) unless None (Gemma 2)."""
 
     def hidden_states(
         self,
@@ -41,7 +41,7 @@ class Decoder(TransformerDecoder):
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Return final hidden states [B, T, D], normed, not yet projected to the vocabulary. watch:
-        is given the number of each layer and the hidden states that leave it."""
+        callback for each layer's number and output hidden states."""
         h: Tensor = self.tok_embeddings(tokens_BT)
         device = h.device.type
         h = widened(h)  # layers add up in fp32, even if embeddings are held or gathered in 16 bits
@@ -77,7 +77,7 @@ class Decoder(TransformerDecoder):
         return torch.tanh(logits / cap) * cap
 
     def materialise_buffers(self, device: torch.device | str) -> None:
-        """Compute on `device` what a decoder built on the meta device has besides parameters."""
+        """Compute on `device` the buffers of a decoder built on the meta device."""
         self.rope.materialise(device)
 
 
@@ -87,7 +87,7 @@ def build_decoder(
     """Build a decoder of the config's shape on the current default device (the meta device too) and
     dtype, with parameters yet to be loaded.
 
-    context: the longest sequence in tokens, for the RoPE type that depends on it (longrope); None
+    context: the longest sequence in tokens, for the RoPE type depending on it (longrope); None
     takes the config's max_position_embeddings, as vLLM does. Give the same length to the server as
     its max_model_len.
     """

@@ -1,12 +1,12 @@
-"""Replay the sampler's experts, and measure what routers do.
+"""Replay the sampler's experts, and measure the routers' choices.
 
 A router of transformers scores all experts of each token and chooses by `torch.topk`. While a
-router runs, a mode of torch sees these calls. It puts the sampler's experts in the place of the
-router's own choice and takes their scores, so gradients still flow into the router. Tokens whose
-experts the sampler did not return keep the router's choice.
+router runs, a mode of torch sees these calls. It replaces the router's choice by the sampler's
+experts and takes their scores: gradients still flow into the router. Tokens without the sampler's
+experts keep the router's choice.
 
-Rounding turns a close choice the other way, and then the trainer computes another network than the
-sampler did. Source of the method: Rollout Routing Replay (arXiv:2510.11370).
+Rounding flips close choices; the trainer then computes another network than the sampler did. Source
+of the method: Rollout Routing Replay (arXiv:2510.11370).
 
 Shapes: B rows, T tokens, N = B·T, L layers, K experts of a token, E experts. Has never run on a
 GPU.
@@ -30,10 +30,10 @@ _NAMES = ("gate", "router")
 
 
 class PackedRows(Protocol):
-    """What routing needs to know of the rows of a pass."""
+    """The rows of a pass, as routing needs them."""
 
     experts: Tensor | None
-    """[B, T, L, K], -1 where unknown."""
+    """[B, T, L, K], -1 for unknown."""
 
     @property
     def is_token(self) -> Tensor:
@@ -49,7 +49,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """What the router of a layer did with the tokens of one step."""
+    """A layer's routing of one step's tokens."""
 
     layer: int
     entropy: float
@@ -57,14 +57,14 @@ class LayerRouting:
     load: list[float]
     """Each expert's share of all choices."""
     replayed: float
-    """Share of tokens whose experts the sampler returned."""
+    """Share of tokens with the sampler's experts."""
     differing: float
-    """Of those, the share for which the router would have chosen other experts."""
+    """Of those, the share with another choice by the router itself."""
 
 
 def routing_metrics(layers: list[LayerRouting]) -> dict[str, Any]:
-    """Return what train.jsonl says about routers: lists of one entry per layer with experts, and
-    the shares of tokens that were replayed, and would have been routed otherwise, over all layers.
+    """Return the router metrics for train.jsonl: lists of one entry per layer with experts, and the
+    shares of replayed tokens and of otherwise routed tokens, over all layers.
     """
     return {
         "layers": [one.layer for one in layers],
@@ -87,7 +87,7 @@ class Routing:
         self.experts = 0
         """How many experts a router chooses from."""
         self.layers: list[int] = []
-        """Numbers of the layers that have a router."""
+        """Numbers of the layers with a router."""
         for number, layer in enumerate(layers):
             for block in layer.modules():
                 router = _router_of(block)
@@ -126,11 +126,11 @@ class Routing:
             self._facts[mode.layer] = mode.facts if before is None else before + mode.facts
 
     def forget(self) -> None:
-        """Forget what routers did so far."""
+        """Forget the routing so far."""
         self._facts.clear()
 
     def take(self, add_up: Callable[[Tensor], Tensor]) -> list[LayerRouting]:
-        """Return what routers did since the last call. add_up: sums a tensor over all ranks."""
+        """Return the routing since the last call. add_up: sums a tensor over all ranks."""
         facts = self._facts
         self._facts = {}
         found = []

@@ -1,10 +1,9 @@
-"""Where checkpoints keep the parameters of a transformers class: each stored tensor is a view of
-one.
+"""Map a transformers class's parameters to its checkpoints: each stored tensor is a view of one.
 
-transformers 5 converts while it loads: it renames, and stacks the matrices of all experts into one
-parameter. Read backwards, its own table of conversions says which part of a parameter a file holds
-under which name. These parts are views here, so one description serves loading (copy into the
-view), writing (copy from it) and everything that compares tensor by tensor.
+transformers 5 converts on loading: it renames, and stacks the matrices of all experts into one
+parameter. Its own conversion table, read backwards, maps each part of a parameter to its name in a
+file. These parts are views here: one description serves loading (copy into the view), writing (copy
+from it) and every comparison tensor by tensor.
 """
 
 import copy
@@ -33,7 +32,7 @@ from ttrl.errors import ModelFolderError
 HEAD = "lm_head.weight"
 EMBEDDINGS = "tok_embeddings"
 LAYERS = "layers"
-"""Our names of the parts that embed tokens, and of the layers."""
+"""Our names of the embedding parts, and of the layers."""
 _THEIR_EMBEDDINGS = "embed_tokens.weight"
 
 
@@ -49,7 +48,7 @@ class _ChunkView(Chunk):
 
 
 class _SplitView(SplitModulelist):
-    """SplitModulelist, which leaves other sides of length 1 alone."""
+    """SplitModulelist, leaving other sides of length 1 unchanged."""
 
     def convert(  # type: ignore[override]  # the other one is decorated
         self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any
@@ -106,7 +105,7 @@ class Names(NamedTuple):
     base: str
     """Of the model without its head."""
     parts: Mapping[str, str]
-    """Our names of its parts, by theirs, where they differ."""
+    """Our names of its parts, by theirs, if different."""
 
     def theirs(self, ours: str) -> str:
         """Return transformers' name of a decoder's parameter."""
@@ -143,8 +142,8 @@ class Layout:
     """How checkpoints of a model class name and divide its parameters."""
 
     def __init__(self, whole: PreTrainedModel) -> None:
-        """Describe a model with its head, which may be on the meta device. Raises ModelFolderError
-        for conversions that are no views."""
+        """Describe a model with its head, also on the meta device. Raises ModelFolderError for
+        conversions beyond views."""
         self._whole = whole
         self.names = names_of(whole)
         mapping = get_model_conversion_mapping(whole, add_legacy=False)
@@ -157,10 +156,10 @@ class Layout:
                 _as_view(one, whole.config.model_type) for one in converter.operations
             ]
         self.ignored: frozenset[str] = frozenset(whole._keys_to_ignore_on_load_unexpected or ())
-        """Patterns of stored names that the class leaves out."""
+        """Patterns of stored names left out by the class."""
 
     def views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the stored tensors that a parameter of the decoder holds, by their names."""
+        """Return a decoder parameter's stored tensors, by their names."""
         theirs = self.names.theirs(name)
         renamed, pattern = rename_source_key(
             theirs, self._renamings, self._converters, reverse=True
@@ -177,7 +176,7 @@ class Layout:
 
 
 class Prefixes(NamedTuple):
-    """What names in a folder begin with, where the layout says "model." and "lm_head."."""
+    """A folder's name prefixes in place of the layout's "model." and "lm_head."."""
 
     base: str = "model."
     head: str = "lm_head."
@@ -193,7 +192,7 @@ class Prefixes(NamedTuple):
 
 def prefixes_among(stored: Iterable[str], own: Iterable[str]) -> Prefixes:
     """Return the prefixes of a folder's names: a model with towers keeps its text part under one of
-    its own. Those under which most are there. `own`: names of the layout."""
+    its own. Takes the prefixes matching most names. `own`: names of the layout."""
     names = set(stored)
     wanted = set(own)
     found = Prefixes()
@@ -239,8 +238,8 @@ def _layout_of(config: str, kind: type[PretrainedConfig]) -> tuple[Layout, dict[
 
 
 def stored_parameters(whole: PreTrainedModel) -> dict[str, Tensor]:
-    """Return what checkpoints of a model hold: parameters and buffers, by the decoder's names. A
-    tied head is left out."""
+    """Return the contents of a model's checkpoints: parameters and buffers, by the decoder's names.
+    A tied head is left out."""
     tied = bool(whole.config.tie_word_embeddings)
     names = names_of(whole)
     named = whole.state_dict(keep_vars=True).items()

@@ -1,10 +1,10 @@
-"""Rotary positions (RoPE, arXiv 2104.09864), in the half-rotation form of Hugging Face checkpoints.
+"""Compute rotary positions (RoPE, arXiv 2104.09864), in the half-rotation form of Hugging Face
+checkpoints.
 
-Frequencies are computed by transformers from the config itself, whatever the scaling type, so that
-they cannot differ.
+transformers computes the frequencies from the config itself, for any scaling type: they cannot
+differ.
 
-Shapes: B rows, T tokens, H heads, E dimension of a head, R the dimensions of it that are rotated
-(the first ones).
+Shapes: B rows, T tokens, H heads, E dimension of a head, R its rotated dimensions (the first ones).
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ Rotary = dict[str, tuple[Tensor, Tensor]]
 
 
 def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tensor, float]:
-    """Return inverse frequencies [R/2] in fp32 on the CPU, negative in families that turn
-    backwards, and the factor of cosines and sines, for layers of `kind`.
+    """Return inverse frequencies [R/2] in fp32 on the CPU, negative in families with backward
+    rotation, and the factor of cosines and sines, for layers of `kind`.
 
-    "longrope" and "dynamic" depend on the length of the sequence in transformers: that of the
-    longest of the batch at hand. vLLM decides once and for all, because keys in the cache are
-    rotated already, and so do we, so that the same token has the same keys in every packing: for
-    longrope by `context`, the longest sequence that will occur (its max_model_len); for dynamic by
-    the model's own context, whatever the server's is.
+    "longrope" and "dynamic" depend on the sequence length in transformers: the longest of the
+    current batch. vLLM decides once and for all, because keys in the cache are rotated already. So
+    do we, to give a token the same keys in every packing: for longrope by `context`, the longest
+    sequence to expect (its max_model_len); for dynamic by the model's own context, not the
+    server's.
     """
     nested = kind != EVERY_LAYER
     if nested:
@@ -40,7 +40,7 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
     else:
         parameters = config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    with torch.device("cpu"):  # whatever the default device is
+    with torch.device("cpu"):  # for any default device
         rope_type = parameters["rope_type"]
         if rope_type == "default":
             dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
@@ -58,8 +58,8 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of positions, for each kind of layer; maybe there is none. Frequencies stay
-    in fp32: they are computed anew after a move."""
+    """Cosines and sines of positions, for each kind of layer, possibly none. Frequencies stay in
+    fp32: they are recomputed after a move."""
 
     def __init__(self, config: PretrainedConfig, kinds: tuple[str, ...], context: int) -> None:
         super().__init__()

@@ -1,17 +1,17 @@
 """Train transformers' own model classes, unmodified: attention and recurrences are plugged in from
 outside.
 
-A class is built without its head. It is given positions and no mask. Where it attends, it calls
-`attend_packed` through transformers' attention interface; where it scans or convolves over tokens,
-it calls a function of its module, which this file replaces by one that knows the groups of packed
-rows (`ttrl.training.kernels.branching`). Everything else of a model looks at one token at a time,
-and sees the packed row as it is.
+A class is built without its head. It gets positions and no mask. It attends by calling
+`attend_packed` through transformers' attention interface. For scans and convolutions over tokens,
+this file replaces the module's function by one aware of packed groups
+(`ttrl.training.kernels.branching`). Everything else of a model looks at one token at a time, and
+sees the packed row as it is.
 
-The functions find the rows of the current pass in `_now`, which a hook sets before each layer: also
-when a layer is computed again in the backward pass.
+The functions find the rows of the current pass in `_now`. A hook sets it before each layer, also
+for recomputation in the backward pass.
 
-Shapes: B rows, T tokens, D width, H query heads, K key/value heads, E dimension of a head.
-Has never run on a GPU.
+Shapes: B rows, T tokens, D width, H query heads, K key/value heads, E dimension of a head. Has
+never run on a GPU.
 """
 
 import functools
@@ -48,7 +48,7 @@ _DELTA_RULE = Scan(
 SCANS = {
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
     "chunk_kimi_delta_attention": _DELTA_RULE,
-    # Softplus of -inf is 0: the token takes no time, where that has no lower limit.
+    # Softplus of -inf is 0: the token takes no time, unless time has a lower limit.
     "mamba2_chunk_scan": Scan(
         ("hidden_states", "dt", "B", "C"),
         "initial_states",
@@ -57,7 +57,7 @@ SCANS = {
         always_two=False,
     ),
 }
-"""Functions of transformers' modules that look along the tokens, by name."""
+"""Functions of transformers' modules along the tokens, by name."""
 CONVOLUTION = "causal_conv1d_fn"
 
 
@@ -69,7 +69,7 @@ class Rows:
     wide: bool = False
     """Whether everything is to be computed in float64."""
     experts: Tensor | None = None
-    """The sampler's experts [B, T, L, K], -1 where unknown; None: each router chooses."""
+    """The sampler's experts [B, T, L, K], -1 for unknown; None: each router chooses."""
 
     @functools.cached_property
     def is_token(self) -> Tensor:
@@ -86,7 +86,7 @@ _ROWS = "ttrl_rows"
 
 
 class _Now:
-    """The rows that are being computed; None outside of a decoder's layers."""
+    """The rows of the current pass; None outside of a decoder's layers."""
 
     rows: Rows | None = None
     doubles: ExitStack | None = None
@@ -98,7 +98,7 @@ _now = _Now()
 class TransformersDecoder(nn.Module):
     """A model class of transformers, from packed rows to hidden states. Dropout is never applied.
 
-    Its parameters have the names of the class, but for those that all decoders share:
+    Its parameters have the names of the class, but for those common to all decoders:
     tok_embeddings, layers.0 … and output."""
 
     tok_embeddings: nn.Embedding
@@ -134,8 +134,8 @@ class TransformersDecoder(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
-        """Stay as it is: what is trained must be what samples. In training mode, Mamba 2 would also
-        take kernels that do several steps at once, in which no groups can be told apart."""
+        """Do nothing: trainer and sampler must compute the same model. In training mode, Mamba 2
+        would also use kernels fusing several steps, without group boundaries."""
         return super().train(False)
 
     def hidden_states(
@@ -147,8 +147,8 @@ class TransformersDecoder(nn.Module):
         experts_BTLK: Tensor | None = None,
     ) -> Tensor:
         """Return final hidden states [B, T, D], normed and scaled, not yet projected to the
-        vocabulary. watch: is given the number of each layer and the hidden states that leave it.
-        experts_BTLK: those that the sampler chose, -1 where unknown; None: each router chooses."""
+        vocabulary. watch: callback for each layer's number and output hidden states. experts_BTLK:
+        the sampler's, -1 for unknown; None: each router chooses."""
         wide = self.tok_embeddings.weight.dtype is torch.float64
         if wide:
             self._base[0].config._experts_implementation = "eager"
@@ -170,8 +170,8 @@ class TransformersDecoder(nn.Module):
     def _handing_on(
         self, rows: Rows, watch: Callable[[int, Tensor], None] | None
     ) -> Iterator[None]:
-        """Give the rows to each layer among its arguments, which checkpointing keeps for the second
-        computation of the layer."""
+        """Pass the rows to each layer as an argument: checkpointing keeps arguments for
+        recomputation."""
 
         def give(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
             return given, named | {_ROWS: rows}
@@ -202,8 +202,8 @@ class TransformersDecoder(nn.Module):
         return torch.tanh(logits / cap) * cap
 
     def materialise_buffers(self, device: torch.device | str) -> None:
-        """Compute on `device` what a decoder built on the meta device has besides parameters, as
-        transformers does after loading weights. Leaves parameters as they are."""
+        """Compute on `device` a meta-device decoder's buffers, as transformers does after loading
+        weights. Leaves parameters as they are."""
 
         def give(tensor: Tensor) -> Tensor:
             is_buffer = tensor.is_meta and not isinstance(tensor, nn.Parameter)
@@ -221,8 +221,8 @@ class TransformersDecoder(nn.Module):
 
 
 def _freeze_buffers(decoder: nn.Module) -> None:
-    """Make parameters without a gradient of the buffers that checkpoints hold, such as the biases
-    by which routers balance experts."""
+    """Turn buffers stored in checkpoints, such as the routers' balancing biases, into parameters
+    without a gradient."""
     for module in decoder.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name not in module._non_persistent_buffers_set:
@@ -231,7 +231,7 @@ def _freeze_buffers(decoder: nn.Module) -> None:
 
 
 def _widen_products(decoder: nn.Module) -> None:
-    """Let linear layers compute with weights that are held in 16 bits."""
+    """Let linear layers compute with weights held in 16 bits."""
     for module in decoder.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
@@ -243,7 +243,7 @@ def _widen(module: nn.Module, given: Any, out: Tensor) -> Tensor:
 
 
 def _output_scale(config: PretrainedConfig) -> float:
-    """Return by what a model multiplies its logits (Granite, Cohere, Falcon-H1)."""
+    """Return a model's factor on its logits (Granite, Cohere, Falcon-H1)."""
     scale: float = 1.0 / getattr(config, "logits_scaling", 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
         scale *= getattr(config, name, 1.0)
@@ -253,7 +253,7 @@ def _output_scale(config: PretrainedConfig) -> float:
 def _enter(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
     rows = named.pop(_ROWS)
     _now.rows = rows
-    if rows.wide:  # also when a layer is computed again, where no other block is open
+    if rows.wide:  # also during recomputation, outside any other block
         _now.doubles = ExitStack()
         _now.doubles.enter_context(KeepDoubles())
     return given, named
@@ -297,8 +297,8 @@ AttentionInterface.register(ATTENTION, attend_packed)
 
 
 def plug_in(modeling: Any) -> None:
-    """Replace, once, the functions of a module of transformers that look along the tokens. Without
-    packed rows they do what they did."""
+    """Replace, once, a transformers module's functions along the tokens. Without packed rows they
+    behave as before."""
     for name, scan in SCANS.items():
         _replace(modeling, name, functools.partial(_scan_or_branch, scan=scan))
     _replace(modeling, CONVOLUTION, _convolve_or_branch)

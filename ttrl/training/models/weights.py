@@ -52,14 +52,14 @@ FILE_DTYPES = {
 
 
 class Stored(NamedTuple):
-    """A tensor of a checkpoint: its name there, and the parameters of ours that it holds, one after
-    the other in its rows; or, if it is transposed, in its columns."""
+    """A tensor of a checkpoint: its name there, and its parameters of ours, concatenated along its
+    rows; or, if it is transposed, its columns."""
 
     name: str
     parameters: tuple[str, ...]
     transposed: bool = False
     layout: Layout | None = None
-    """Says which part of the parameter it is, where a class of transformers is trained."""
+    """The part of the parameter, for a class of transformers."""
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor, from the parameters."""
@@ -134,7 +134,7 @@ def to_hugging_face_names(
 
 
 def _rows(parameter: str, shape: Architecture) -> int:
-    """Return the rows of a parameter that is stored fused with others."""
+    """Return the rows of a parameter fused with others in storage."""
     sizes = {
         "q_proj": shape.num_attention_heads * shape.head_dim,
         "k_proj": shape.num_key_value_heads * shape.head_dim,
@@ -166,7 +166,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (file, name, tensor) of everything that is stored in a folder, one tensor at a time."""
+    """Yield (file, name, tensor) of all stored tensors in a folder, one at a time."""
     folder = Path(folder)
     for file in files_of(folder):
         try:
@@ -180,14 +180,12 @@ def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def composite_of(folder: str | Path) -> Composite | None:
-    """Return what a model folder holds besides text; None if nothing."""
+    """Return a model folder's non-text parts; None if it has none."""
     return COMPOSITES.get(json.loads((Path(folder) / "config.json").read_text())["model_type"])
 
 
 def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str] | None:
-    """Return the layout that a stored name belongs to, and its plain name; None if it belongs to
-    none.
-    """
+    """Return a stored name's layout and its plain name; None without a layout."""
     for layout in composite.layouts:
         for plain, prefix in layout.items():
             if stored.startswith(prefix):
@@ -207,8 +205,8 @@ def check_head(folder: str | Path) -> None:
 
 def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple[str, Tensor]]:
     """Yield (our name, tensor) of every parameter of a model folder, in the dtype of its files, on
-    the CPU. Files are mapped into memory and read tensor by tensor, so that the host never holds
-    the whole model. Raises ModelFolderError.
+    the CPU. Files are mapped into memory and read tensor by tensor: the host never holds the whole
+    model. Raises ModelFolderError.
     """
     config = read_config(folder, decoder)
     if config.tie_word_embeddings:
@@ -258,9 +256,7 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
 
 
 def _iter_parts(folder: Path, config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a transformers class, put together from the tensors that hold
-    them.
-    """
+    """Yield the parameters of a transformers class, assembled from their stored tensors."""
     layout, shapes = layout_of_class(config)
     places = names_in(folder, config)
     opened: dict[Path, Any] = {}
@@ -308,8 +304,8 @@ def _put_together(layout: Layout, name: str, shape: Tensor, parts: Mapping[str, 
 
 
 def names_in(folder: Path, config: PretrainedConfig) -> dict[str, tuple[Path, str]]:
-    """Return where a folder holds each tensor of a transformers class: the layout's name → (file,
-    name there). Raises ModelFolderError for tensors that have no place in it."""
+    """Return the place of each tensor of a transformers class in a folder: the layout's name →
+    (file, name there). Raises ModelFolderError for tensors without a place in it."""
     layout, shapes = layout_of_class(config)
     own = {view for name, shape in shapes.items() for view in layout.views(name, shape)}
     stored = stored_names(folder)
@@ -330,7 +326,7 @@ def names_in(folder: Path, config: PretrainedConfig) -> dict[str, tuple[Path, st
 
 
 def text_only(folder: Path) -> bool:
-    """Tell whether a model folder holds a model of text alone, by its config.json."""
+    """Tell whether a model folder holds a text-only model, by its config.json."""
     return not isinstance(json.loads((folder / "config.json").read_text()).get("text_config"), dict)
 
 
@@ -387,9 +383,8 @@ def write_tensors(
     """Write a safetensors file of tensors on the CPU; return its SHA-256, computed from memory
     meanwhile. Raises OSError.
 
-    Byte for byte what safetensors 0.8 writes for tensors of one type, without its writer: that took
-    4 s where this takes 0.6 (650 MB on a busy machine; 1.8 and 0.2 s of CPU). Tensors may share
-    memory.
+    The bytes equal those of safetensors 0.8 for tensors of one type, without its writer: it took 4
+    s, this takes 0.6 (650 MB on a busy machine; 1.8 and 0.2 s of CPU). Tensors may share memory.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each is aligned
     header: dict[str, Any]

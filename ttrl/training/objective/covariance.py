@@ -1,10 +1,10 @@
-"""Which tokens Clip-Cov and KL-Cov act on (arXiv 2505.22617): those that would lower the entropy
-most.
+"""Choose the tokens for Clip-Cov and KL-Cov (arXiv 2505.22617): those most likely to lower the
+entropy.
 
 The covariance of a token is (log π - mean log π)·(A - mean A), the means over all trained tokens of
-the optimizer step (equation 11 there). So the choice is made over the whole step, on values from a
-pass without gradient; whether the step is then trained in one microbatch or many, on one rank or
-several, changes nothing. N: trained positions of the whole step, over all ranks.
+the optimizer step (equation 11 there). So the choice covers the whole step, on values from a pass
+without gradient; training the step in one microbatch or many, on one rank or several, changes
+nothing. N: trained positions of the whole step, over all ranks.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from ttrl.training.objective.losses import known_or_current, probability_ratio, 
 
 
 def token_keys(rows: PackedTensors) -> Tensor:
-    """Return a number for every position [R, T], int64, that does not depend on where its sample is
-    packed: a hash of the task's id, the number of the sample, the lengths of prompt and completion,
-        the position and the label. Meaningful at labels only.
+    """Return a number for every position [R, T], int64, independent of its sample's place in the
+    pack: a hash of the task's id, the number of the sample, the lengths of prompt and completion,
+    the position and the label. Meaningful at labels only.
     """
     texts = [
         f"{one.task_id}\0{one.sample}\0{one.prompt_length}\0{one.completion_length}"
@@ -53,10 +53,9 @@ def clip_cov_choice(
 ) -> Tensor:
     """Draw covariance_share·N tokens for Clip-Cov, at least one: bool [N], on the CPU.
 
-    Drawn, all with the same probability, from tokens whose covariance is strictly within the bounds
-    and whose gradient PPO's clipping leaves; fewer where there are not enough. old: NaN where
-    unknown. The draw depends on (seed, key) alone (`token_keys`), so that the order of the tokens
-    does not matter.
+    Drawn, all with the same probability, from tokens with a covariance strictly within the bounds
+    and a gradient not removed by PPO's clipping; fewer if there are not enough. old: NaN for
+    unknown. The draw depends only on (seed, key) (`token_keys`), not on the order of the tokens.
     """
     ratio_N = probability_ratio(logprobs_N, known_or_current(old_logprobs_N, logprobs_N))
     clipped = silenced(ratio_N, advantages_N, clip_low, clip_high)
@@ -98,7 +97,7 @@ def _number(text: str) -> int:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """Permute int64 numbers so that no order is left: MurmurHash3's finaliser, with logical shifts,
+    """Permute int64 numbers into a random order: MurmurHash3's finaliser, with logical shifts,
     modulo 2^64.
     """
     for factor in (-49064778989728563, -4265267296055464877):

@@ -1,8 +1,7 @@
-"""Estimates of KL(π ‖ π_ref) from the log-probabilities of sampled tokens, and what their gradients
-are.
+"""Estimate KL(π ‖ π_ref), with gradients, from the log-probabilities of sampled tokens.
 
-With d = log π - log π_ref of a token that was drawn from π (J. Schulman, "Approximating KL
-Divergence", 2020):
+With d = log π - log π_ref of a token drawn from π (J. Schulman, "Approximating KL Divergence",
+2020):
 
          value               E[value]       gradient                      E[gradient]
 k1       d                   KL(π ‖ π_ref)  ∇log π                        0
@@ -11,17 +10,15 @@ k3       e^(-d) - 1 + d      KL(π ‖ π_ref)  (1 - e^(-d))·∇log π         
 full     Σ_v π(v)·d(v)       the same       Σ_v d(v)·∇π(v)                ∇KL(π ‖ π_ref), without
                                             sampling noise
 
-The right-hand column follows from E_π[∇log π] = 0 and holds for tokens that π itself drew. In
-words: **as a loss, k1 does nothing but add noise**, k3 pulls towards the reference along the
-gradient of the other direction of KL, and k2, whose value is biased, has the gradient that one
-expects of KL (arXiv 2506.09477 and 2510.01555 work this out). As a number in the reward it is the
-other way round: k1 is the right one. All of them take the sequence before the token as given: that
-a token leads to places where the policy is further from the reference is seen by a KL in the reward
-alone.
+The right-hand column follows from E_π[∇log π] = 0 and holds for tokens drawn by π itself. In words:
+**as a loss, k1 does nothing but add noise**, k3 pulls towards the reference along the gradient of
+the other direction of KL, and k2, with a biased value, has the expected gradient of KL (arXiv
+2506.09477 and 2510.01555 work this out). As a number in the reward it is the other way round: k1 is
+the right one. All of them take the sequence before the token as given: only KL in the reward sees
+that a token leads further away from the reference.
 
-`full` comes from the head, which has the whole distributions (`ttrl.training.kernels.logprobs`).
-Where a reference log-probability is unknown (NaN), divergence and gradient are 0. N: trained
-positions.
+`full` comes from the head: it has the whole distributions (`ttrl.training.kernels.logprobs`). For
+an unknown reference log-probability (NaN), divergence and gradient are 0. N: trained positions.
 """
 
 from collections.abc import Callable

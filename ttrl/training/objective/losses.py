@@ -1,5 +1,5 @@
-"""Per-token losses: small pure functions of [N] tensors over trained positions, to be minimised.
-Each returns the loss of each token, and facts about each: "clipped_low" and "clipped_high" where a
+"""Compute per-token losses to minimise: small pure functions of [N] tensors over trained positions.
+Each returns the loss of each token, and facts about each: "clipped_low" and "clipped_high" if a
 clipping of ρ takes effect, and "dual_clipped".
 
 With ρ = π/π_old, A the advantage, sg the value without gradient:
@@ -13,10 +13,10 @@ gspo         ppo with sg(s)·π/sg(π) for ρ, s the sample's mean ratio     arX
 clip_cov     ppo, the chosen tokens without gradient                     arXiv 2505.22617
 kl_cov       -ρA, plus c·|log ρ| on the chosen tokens                    arXiv 2505.22617
 
-Where ρ = 1 all of them have the gradient of REINFORCE, but for the chosen tokens. `old_logprobs`
-must be known everywhere: unknown log-probabilities are NaN and are replaced by `where` before any
-arithmetic (`known_or_current`); multiplying with a mask would keep the NaN, and its gradient. N:
-trained positions; 0 is as good as any number.
+At ρ = 1 all of them have the gradient of REINFORCE, but for the chosen tokens. `old_logprobs` must
+be known everywhere: unknown log-probabilities are NaN and are replaced by torch's `where` before
+any arithmetic (`known_or_current`); multiplying with a mask would keep the NaN, and its gradient.
+N: trained positions; 0 is as good as any number.
 """
 
 from typing import TypeAlias
@@ -33,9 +33,9 @@ gradient.
 
 
 def known_or_current(old_logprobs_N: Tensor, logprobs_N: Tensor) -> Tensor:
-    """Return the sampler's log-probabilities; where unknown (NaN), the current ones without
-    gradient, so that the ratio is 1 and the token is still trained. An exact 0.0 (probability one)
-    is a known value.
+    """Return the sampler's log-probabilities; for unknown ones (NaN), the current ones without
+    gradient: the ratio is 1 and the token is still trained. An exact 0.0 (probability one) is a
+    known value.
     """
     return torch.where(torch.isnan(old_logprobs_N), logprobs_N.detach(), old_logprobs_N)
 
@@ -47,7 +47,7 @@ def probability_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
 
 def reinforce_loss(logprobs_N: Tensor, advantages_N: Tensor) -> Losses:
     """Return -A·log π (R. Williams, "Simple statistical gradient-following algorithms", 1992).
-    Ignores the policy that sampled: right for tokens of the current one, or with an off-policy
+    Ignores the sampling policy: right for tokens of the current one, or with an off-policy
     correction (`ttrl.training.objective.off_policy`).
     """
     return -advantages_N * logprobs_N, {}
@@ -64,9 +64,9 @@ def clipped_ratio_loss(
     """Return -min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A) with ρ = π/π_old: PPO's surrogate
     (arXiv 1707.06347), with separate bounds as in DAPO (arXiv 2503.14476).
 
-    dual_clip: c > 1, which bounds the objective of negative advantages from below by c·A,
-    -max(min(…), cA), so that a ratio that has run away does not decide the step (arXiv 1912.09729,
-    equation 5; there c = 3). Positive advantages are not concerned.
+    dual_clip: c > 1, a lower bound c·A on the objective of negative advantages, -max(min(…), cA),
+    to keep an extreme ratio from dominating the step (arXiv 1912.09729, equation 5; there c = 3).
+    Positive advantages are not affected.
     """
     return _clipped(
         probability_ratio(logprobs_N, old_logprobs_N), advantages_N, clip_low, clip_high, dual_clip
@@ -93,7 +93,7 @@ def _clipped(
 def silenced(
     ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
-    """Return the tokens of which PPO's clipping removes the gradient: "clipped_low" with a negative
+    """Return the tokens without gradient under PPO's clipping: "clipped_low" with a negative
     advantage, "clipped_high" with a positive one.
     """
     return {
@@ -103,9 +103,9 @@ def silenced(
 
 
 def tanh_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor) -> Losses:
-    """Return -tanh(log π - log π_old)·A: soft clipping. The gradient is A·(1 - tanh²)·∇log π, which
-    fades in both directions and for either sign of A: unlike PPO's, a token that has run away in
-    the wrong direction is not called back.
+    """Return -tanh(log π - log π_old)·A: soft clipping. The gradient is A·(1 - tanh²)·∇log π. It
+    fades in both directions and for either sign of A: unlike PPO's, it does not bring back a token
+    far off in the wrong direction.
     """
     return -torch.tanh(logprobs_N - old_logprobs_N) * advantages_N, {}
 
@@ -119,7 +119,7 @@ def cispo_loss(
 ) -> Losses:
     """Return -sg(clip(ρ, 1 - clip_low, 1 + clip_high))·A·log π (MiniMax-M1, arXiv 2506.13585,
     equation 4): every token keeps its gradient, however far its ratio; its weight is clipped,
-    whatever the advantage's sign. The paper has no lower bound: clip_low = 1.
+    for either sign of the advantage. The paper has no lower bound: clip_low = 1.
     """
     ratio_N = probability_ratio(logprobs_N, old_logprobs_N).detach()
     weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
@@ -129,7 +129,7 @@ def cispo_loss(
 
 def sums_by_sample(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (the sum of the values of each of S samples [S], in float64; the number of their
-    tokens [S]; which of them each token belongs to [N])."""
+    tokens [S]; the sample of each token [N])."""
     names_S, places_N, counts_S = torch.unique(samples_N, return_inverse=True, return_counts=True)
     sums_S = torch.zeros(len(names_S), dtype=torch.float64, device=values_N.device)
     return sums_S.index_add(0, places_N, values_N.double()), counts_S, places_N
@@ -159,10 +159,10 @@ def gspo_loss(
     """Return PPO's surrogate with the ratio of the whole sample, normalised by its length (GSPO,
     arXiv 2507.18071).
 
-    Written in the form with a term for each token (equations 13 and 14), which has the value and
-    the gradient of the sequence form (equation 5) where the tokens of a sample share one advantage
-    and are weighed 1/length: aggregation "sequence". samples: the sample of each token, int64; all
-    trained tokens of a sample must be in the same call.
+    Written with a term for each token (equations 13 and 14): value and gradient equal the sequence
+    form's (equation 5) if the tokens of a sample share one advantage and are weighed 1/length:
+    aggregation "sequence". samples: the sample of each token, int64; all trained tokens of a sample
+    must be in the same call.
     """
     return _clipped(
         gspo_ratio(logprobs_N, old_logprobs_N, samples_N), advantages_N, clip_low, clip_high
@@ -177,10 +177,10 @@ def clip_cov_loss(
     clip_low: float,
     clip_high: float,
 ) -> Losses:
-    """Return PPO's surrogate without the chosen tokens (bool), whose loss and gradient are 0
-    (Clip-Cov, arXiv 2505.22617, equation 12; its code clips the ratio too). They are chosen by
-    `ttrl.training.objective.covariance`; the entropy then falls less by what they would have
-    learned.
+    """Return PPO's surrogate without the chosen tokens (bool); their loss and gradient are 0
+    (Clip-Cov, arXiv 2505.22617, equation 12; its code clips the ratio too).
+    `ttrl.training.objective.covariance` chooses them; the entropy then falls less, by their
+    contribution.
     """
     loss_N, facts = clipped_ratio_loss(
         logprobs_N, old_logprobs_N, advantages_N, clip_low, clip_high

@@ -1,18 +1,18 @@
-"""From a config to the loss of a token: the policy loss, its off-policy correction, KL and entropy,
+"""Build a token's loss from a config: the policy loss, its off-policy correction, KL and entropy,
 with their schedules.
 
     objective = objective_from(config).at(global_step)
     loss_N, facts = objective.loss(logprobs_N, sampled_N, advantages_N, samples_N, extras)
 
-and the loss of an optimizer step is Σ w·loss / Z (`ttrl.data.packing.packed`). `extras` holds what
-the objective says it needs:
+and the loss of an optimizer step is Σ w·loss / Z (`ttrl.data.packing.packed`). `extras` holds the
+inputs requested by the objective:
 
 "start_logprobs"      [N] or None   needs_start_logprobs    the trainer's at the start of the
-                                                            iteration; None where the iteration has
-                                                            one optimizer step, so that they are the
-                                                            current ones
+                                                            iteration; None if the iteration has
+                                                            one optimizer step: they are the current
+                                                            ones
 "chosen"              [N] bool      needs_prepass           see `choose`
-"reference_logprobs"  [N]           needs_reference         NaN where unknown; not needed for
+"reference_logprobs"  [N]           needs_reference         NaN for unknown; not needed for
                                                             "divergence"
 "divergence"          [N]           needs_divergence_grad   KL over the whole vocabulary, from the
                                                             head, with its gradient
@@ -47,12 +47,12 @@ _CHOICE_INPUTS = ("logprobs_N", "old_logprobs_N", "advantages_N", "keys_N", "see
 
 @dataclass(frozen=True)
 class EntryFunction:
-    """A function of an objective's entry, which is given the inputs that its parameters name."""
+    """A function of an objective's entry, called with the inputs its parameters name."""
 
     function: functools.partial[Any]
-    """With the settings that it takes."""
+    """The function with its settings bound."""
     names: frozenset[str]
-    """The inputs that it takes."""
+    """The names of its inputs."""
 
     def __call__(self, **inputs: Any) -> Any:
         return self.function(**{name: inputs[name] for name in self.names})
@@ -61,8 +61,8 @@ class EntryFunction:
     def load(
         cls, target: str, inputs: Collection[str], settings: Mapping[str, Any]
     ) -> "EntryFunction":
-        """Load a function, and bind the settings that it takes. Raises UserError for one that
-        cannot be loaded, or takes something else.
+        """Load a function, and bind its settings. Raises UserError if it cannot be loaded, or takes
+        something else.
         """
         function = load(target)
         parameters = inspect.signature(function).parameters
@@ -83,7 +83,7 @@ class EntryFunction:
 
 @dataclass(frozen=True)
 class StepObjective:
-    """What a config asks for at one optimizer step of the run."""
+    """A config's objective at one optimizer step of the run."""
 
     config: ObjectiveConfig
     policy_loss: EntryFunction
@@ -131,9 +131,9 @@ class StepObjective:
 
     @property
     def per_token(self) -> bool:
-        """True where the gradient of a token's loss follows from nothing but this token's
-        log-probability (and what is known before the forward pass), so that the head can take it in
-        the forward pass, chunk by chunk.
+        """True if the gradient of a token's loss depends only on this token's log-probability (and
+        on values known before the forward pass): the head can then take it in the forward pass,
+        chunk by chunk.
         """
         return not (
             "samples_N" in self.policy_loss.names
@@ -174,17 +174,17 @@ class StepObjective:
 
     @property
     def distribution_terms(self) -> tuple[str, ...]:
-        """Say what of the loss depends on whole distributions: "entropy", "divergence"."""
+        """Name the loss terms of whole distributions: "entropy", "divergence"."""
         needed = {"entropy": self.needs_entropy_grad, "divergence": self.needs_divergence_grad}
         return tuple(name for name, is_needed in needed.items() if is_needed)
 
     def choose(
         self, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, keys_N: Tensor, seed: int
     ) -> Tensor:
-        """Return the tokens that the policy loss acts on, bool [N], on the CPU.
+        """Return the policy loss's chosen tokens, bool [N], on the CPU.
 
-        All inputs are of the whole optimizer step, over all ranks. old: what ratios are taken to:
-        the sampler's log-probabilities (NaN where unknown), or with an off-policy correction
+        All inputs are of the whole optimizer step, over all ranks. old: the denominators of the
+        ratios: the sampler's log-probabilities (NaN for unknown), or with an off-policy correction
         `start_logprobs`. keys: `ttrl.training.objective.covariance.token_keys` at the labels; a
         rank finds its own tokens with torch.isin(its keys, keys_N[chosen_N]). seed: of Clip-Cov's
         draw.
@@ -209,14 +209,14 @@ class StepObjective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each token [N], and facts about each [N], without gradient.
 
-        logprobs: current, with gradient. sampled: the sampler's, NaN where unknown: such a token
-        counts as sampled by the current policy. samples: which sample each token belongs to, int64.
-        extras: see the head of this module.
+        logprobs: current, with gradient. sampled: the sampler's; NaN for unknown: such a token
+        counts as sampled by the current policy. samples: the sample of each token, int64. extras:
+        see the module's docstring.
 
-        Facts: "policy_loss" (corrected), "ratio" (π/π_old), "clipped_low", "clipped_high" (1 where
-        the clipping of the ratio takes effect); where they apply "dual_clipped", "chosen",
-        "correction" (the weight), "capped" (1 where it was capped or masked), "kl" (the estimate,
-        in nats), "kl_loss" (its part of the loss), "entropy_loss".
+        Facts: "policy_loss" (corrected), "ratio" (π/π_old), "clipped_low", "clipped_high" (1 if the
+        ratio's clipping takes effect); if they apply "dual_clipped", "chosen", "correction" (the
+        weight), "capped" (1 if it was capped or masked), "kl" (the estimate, in nats), "kl_loss"
+        (its part of the loss), "entropy_loss".
         """
         config = self.config
         old_N = known_or_current(sampled_N, logprobs_N)
@@ -280,8 +280,8 @@ class StepObjective:
 
 
 def objective_from(config: ObjectiveConfig) -> StepObjective:
-    """Return the objective that a config (GRPOConfig has these fields) asks for, at the run's first
-    optimizer step. Raises UserError if its policy loss cannot be loaded or called.
+    """Return a config's objective (GRPOConfig has these fields) at the run's first optimizer step.
+    Raises UserError if its policy loss cannot be loaded or called.
     """
     entry = OBJECTIVES[config.objective]
     settings = config.policy_settings()
@@ -297,7 +297,7 @@ def objective_from(config: ObjectiveConfig) -> StepObjective:
     if ignored := sorted(settings.keys() - taken):
         raise UserError(f"{entry.loss} does not take {', '.join(ignored)}, which its entry names")
     _check_result(entry.loss, policy_loss)
-    # Refused where it is certain.
+    # Refused if certain.
     if entry.from_second_update and getattr(config, "updates_per_iteration", 2) == 1:
         logger.warning(
             "objective %r with updates_per_iteration 1: unless the sampler's weights are older "

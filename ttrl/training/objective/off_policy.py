@@ -1,4 +1,4 @@
-"""Correction for the sampler's probabilities not being the trainer's: other kernels, another
+"""Correct for the difference of sampler and trainer probabilities: other kernels, another
 precision, older weights.
 
 With w = π_start/π_sampler, π_start the trainer's policy at the start of the iteration, a token's
@@ -7,8 +7,8 @@ loss is multiplied by
 token       min(w, cap)                                 truncated importance sampling
 sequence    min(w of the whole sample, cap)             the same, of the product over the sample's
                                                         trained tokens
-mask        w where floor <= w <= cap, else 0           IcePop: tokens on which the two disagree too
-                                                        much teach nothing
+mask        w if floor <= w <= cap, else 0              IcePop: tokens with too much disagreement
+                                                        teach nothing
 
 Truncated importance sampling: E. Ionides, "Truncated Importance Sampling", 2008; for sampler
 against trainer: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL

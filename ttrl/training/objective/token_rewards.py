@@ -1,14 +1,14 @@
-"""Advantages of single tokens, made from log-probabilities or values once per iteration: new
+"""Compute advantages of single tokens, from log-probabilities or values, once per iteration: new
 `advantages` for the packed rows.
 
 implicit   β·(log π - log π_ref) of each token as its reward, baseline and outcome by leave-one-out
            in the group (PRIME)
-KL         -β·k of each token as its reward, on top of the advantages that are there
+KL         -β·k of each token as its reward, on top of the existing advantages
 GAE        advantages and returns from a value head, with the graders' rewards
 
 All take the rows of the *whole* iteration: a task's samples lie in any of them. Log-probabilities
-are the trainer's at the start of the iteration, of labels; what they hold elsewhere does not
-matter. R rows, T positions.
+are the trainer's at the start of the iteration, of labels; other positions are ignored. R rows, T
+positions.
 """
 
 import itertools
@@ -27,11 +27,10 @@ from ttrl.training.objective.divergences import ESTIMATORS
 
 @dataclass
 class _Completion:
-    """What the model generated in one sample."""
+    """The generated part of one sample."""
 
     places: Tensor
-    """Places of its labels in the flattened rows, int64, in the order in which they were generated.
-    """
+    """Places of its labels in the flattened rows, int64, in order of generation."""
     reward: float
 
 
@@ -43,15 +42,15 @@ def implicit_advantages(
     gamma: float = 1.0,
 ) -> Tensor:
     """Return new advantages [R, T] from implicit process rewards and the samples' rewards (PRIME,
-    arXiv 2502.01456); 0 where nothing is trained. The formula:
+    arXiv 2502.01456); 0 at untrained positions. The formula:
     `ttrl.data.token_advantages.implicit_reward_advantages`.
 
     PRIME trains a reward model φ next to the policy, on the outcomes. Here the policy itself stands
-    for φ, which saves a model and makes the process rewards those of a policy that was trained on
-    these outcomes; where policy and reference are the same model, they are 0 and what is left are
-    leave-one-out advantages. The advantages in the rows take no part.
+    for φ: this saves a model, and the process rewards come from a policy trained on these outcomes.
+    If policy and reference are the same model, they are 0 and only leave-one-out advantages are
+    left. The advantages in the rows take no part.
 
-    Raises PackError where a log-probability of a label is unknown.
+    Raises PackError if a log-probability of a label is unknown.
     """
     logprobs = _numbers("logprobs", logprobs_RT, rows)
     reference = _numbers("reference logprobs", reference_logprobs_RT, rows)
@@ -75,17 +74,18 @@ def divergence_penalties(
     estimator: str = "k1",
     gamma: float = 1.0,
 ) -> Tensor:
-    """Return what KL in the reward adds to the advantages [R, T]; 0 where nothing is trained.
+    """Return the contribution of KL in the reward to the advantages [R, T]; 0 at untrained
+    positions.
 
     A token's reward is -beta·k, k an estimate of KL(π ‖ π_ref)
     (`ttrl.training.objective.divergences`; k1 is the right one here), as in InstructGPT (arXiv
     2203.02155). A token is charged with the sum of γ^(s-t)·k_s from its own on, less the mean of
-    that sum over the group's other samples at the same place in their completions (0 where they
-    have ended; nothing in groups of one). That mean depends on nothing that the sample itself drew,
-    and so changes the variance alone. With γ = 0 each token pays for itself. Nothing is divided by
-    a standard deviation.
+    this sum over the group's other samples at the same place in their completions (0 after their
+    end; nothing in groups of one). The mean is independent of the sample's own draws, and so
+    changes only the variance. With γ = 0 each token pays only for itself. Nothing is divided by a
+    standard deviation.
 
-    Raises PackError where a log-probability of a label is unknown.
+    Raises PackError if a log-probability of a label is unknown.
     """
     charges = _charges(rows, logprobs_RT, reference_logprobs_RT, beta, estimator)
     result = torch.zeros_like(rows.advantages)
@@ -107,14 +107,14 @@ def value_advantages(
     token_rewards_RT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns), both [R, T], by generalised advantage estimation (arXiv
-    1506.02438); 0 where nothing is trained.
+    1506.02438); 0 at untrained positions.
 
-    values: of what the model has read up to each position that predicts a label. A sample's reward
-    belongs to its last trained token, whatever ended it: samples that were cut off at a length
-    count as ended. token_rewards: more rewards of single tokens, such as KL. Tokens of a sample
-    that are not trained (a tool's answers) are not steps. The advantages in the rows are not used.
+    values: of the text read up to each label-predicting position. A sample's reward belongs to its
+    last trained token, with any kind of end: samples cut off at a length count as ended.
+    token_rewards: more rewards of single tokens, such as KL. Untrained tokens of a sample (a tool's
+    answers) are not steps. The advantages in the rows are not used.
 
-    Raises PackError where the value or reward at a label is not finite.
+    Raises PackError if the value or reward at a label is not finite.
     """
     values = _numbers("values", values_RT, rows)
     if token_rewards_RT is None:
@@ -164,9 +164,9 @@ def _charges(
 
 
 def _groups(rows: PackedTensors) -> list[list[_Completion]]:
-    """Return the samples of each task. The sequences of a sample that is several (`share` below 1)
-    are one completion, in the order of the sample table, which is that of its turns. The order of
-    the rows does not matter.
+    """Return the samples of each task. The sequences of a multi-sequence sample (`share` below 1)
+    are one completion, in the order of the sample table, the order of its turns. The order of the
+    rows does not matter.
     """
     labelled = torch.nonzero((rows.labels != IGNORE_LABEL).view(-1)).squeeze(1)
     owners = rows.sample_ids.view(-1)[labelled]
@@ -175,12 +175,12 @@ def _groups(rows: PackedTensors) -> list[list[_Completion]]:
         torch.bincount(owners, minlength=len(rows.samples)).tolist()
     )
     groups: dict[str, list[_Completion]] = {}
-    # And the share of the sample that is there already.
+    # With the sample's share so far.
     open_ones: dict[tuple[str, int], tuple[_Completion, float]] = {}
     for sample, own in zip(rows.samples, places, strict=True):
         key = (sample.task_id, sample.sample)
         before, share = open_ones.get(key, (None, 0.0))
-        # More is another sample of a task that came up twice.
+        # More belongs to another sample of a repeated task.
         if before is not None and share + sample.share < 1 + 1e-6:
             before.places = torch.cat([before.places, own])
             open_ones[key] = (before, share + sample.share)

@@ -32,9 +32,9 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
 
 class OptimizerInBackward:
-    """One optimizer per parameter, stepped and freed as soon as the backward pass has its gradient;
-    for one backward pass a step. A gradient that is not finite spoils its parameter: the norm tells
-    when it is too late.
+    """One optimizer per parameter, stepped and freed as each gradient arrives in the backward pass;
+    for one backward pass a step. A non-finite gradient spoils its parameter: the norm is known too
+    late.
     """
 
     def __init__(
@@ -74,9 +74,7 @@ class OptimizerInBackward:
         parameter.grad = None
 
     def finish_step(self) -> float:
-        """Return the global norm of the gradients that the step saw; a collective if they are
-        sharded.
-        """
+        """Return the global norm of the step's gradients; a collective if they are sharded."""
         norm = float(self._squares.norm())
         self._squares = SquaredNorm()
         self._stepped.clear()
@@ -107,7 +105,7 @@ def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Opti
 
 
 def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
-    """Make AdamW (arXiv 1711.05101), or what the config says, for a policy in its final place;
+    """Make AdamW (arXiv 1711.05101), or the config's optimizer, for a policy in its final place;
     weight decay on matrices only, not on norms and biases."""
     parameters = [
         parameter for parameter in policy.parameters_by_name().values() if parameter.requires_grad
@@ -124,8 +122,8 @@ def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
 
 
 def tensors_with_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state that live on the device of its parameters. Only
-    fused optimizers count steps there; others do on the CPU."""
+    """Yield an optimizer's state tensors on the device of its parameters. Only fused optimizers
+    count steps there; others do on the CPU."""
     counts_there = bool(optimizer.defaults.get("fused"))
     for state in optimizer.state.values():
         for value in state.values():
@@ -154,8 +152,8 @@ def clip_and_step(
     lr_scale: float = 1.0,
 ) -> float:
     """Clip, step at the learning rate of `global_step` times `lr_scale`, and zero the gradients.
-    Returns the global gradient norm before clipping; where that is not finite the step was not
-    taken (but by an optimizer that works in the backward pass).
+    Returns the global gradient norm before clipping; if it is not finite, the step was not taken
+    (except by an optimizer working in the backward pass).
     """
     if isinstance(optimizer, OptimizerInBackward):
         return optimizer.finish_step()

@@ -1,16 +1,15 @@
-"""The optimizer's state on disk, by parameter name: written by any number of ranks, read by any
-other.
+"""Store the optimizer's state on disk, by parameter name: written and read by any number of ranks.
 
     whole     optimizer.safetensors: the first rank gathers each tensor, one at a time, holds and
               writes them
-    sharded   RANK.safetensors and RANK.json: each rank writes its parts, and where in the whole
-              they begin, for models whose state no one rank can hold; no pickle, which runs what it
-              says, as torch.distributed.checkpoint has one
+    sharded   RANK.safetensors and RANK.json: each rank writes its parts and their offsets in the
+              whole, for models with a state too large for one rank; no pickle, unlike
+              torch.distributed.checkpoint: pickles can run code
 
 Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step", next to state.json: in fp32, or moments
-of 8 bits as they are, with "NAME.exp_avg_scale", which has a number for each block of 256. Where
-parts of several processes end inside of blocks, moments of 8 bits are written in fp32, and rounded
-once more when they are loaded: the largest of a block can come back smaller by 0.7%.
+of 8 bits as they are, with "NAME.exp_avg_scale", a number for each block of 256. If parts of
+several processes end inside of blocks, moments of 8 bits are written in fp32, and rounded once more
+when loaded: the largest of a block can come back smaller by 0.7%.
 """
 
 import contextlib
@@ -44,19 +43,19 @@ from ttrl.training.policy.policy import Policy
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = "_scale"  # behind a moment's name
-# torchao's: numbers that share a scale, and of a part that is held in 8 bits.
+# torchao's block: numbers with one scale, in a part held in 8 bits.
 _BLOCK = 256
 _SMALLEST = 4096
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 _DTYPES = {name: dtype for dtype, name in FILE_DTYPES.items()}
 WHOLE_STATE_LIMIT = 8e9
-"""Bytes of state up to which "auto" stores it whole."""
+"""The most bytes of state stored whole by "auto"."""
 
 
 def _optimizer_of(
     optimizer: Optimizer, parameter: nn.Parameter
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """Return the optimizer that has a parameter's state, and the key under which it has it."""
+    """Return the optimizer with a parameter's state, and its key there."""
     if isinstance(optimizer, OptimizerInBackward):
         return optimizer.by_parameter[parameter], parameter
     if isinstance(optimizer, CPUOffloadOptimizer):
@@ -85,8 +84,8 @@ def _plain(moment: Tensor) -> Tensor:
 
 
 def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
-    """Return this process's part as a tensor that is sharded as `like` is, with as many rows; of
-    its shape where the part has that of `like`'s."""
+    """Return this process's part as a tensor sharded like `like`, with as many rows; of its shape
+    if the part has the shape of `like`'s."""
     if not isinstance(like, DTensor):
         return local
     if local.shape == local_part(like).shape:
@@ -100,8 +99,8 @@ def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
 
 
 def _whole_blocks(moment: Tensor) -> bool:
-    """Tell whether every process's part of a moment of 8 bits is in 8 bits, and blocks end where
-    rows do.
+    """Tell whether every process's part of an 8-bit moment is in 8 bits, with blocks ending at row
+    ends.
     """
     if not isinstance(moment, DTensor):
         return True
@@ -172,7 +171,7 @@ def save_state(
     beside: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Write the state and state.json, atomically as one folder. A collective. state_format: as in
-    TrainingConfig. beside: writes what else belongs in the folder; called on the first rank. Raises
+    TrainingConfig. beside: writes the folder's other files; called on the first rank. Raises
     StorageError.
     """
     if isinstance(optimizer, OptimizerInBackward):
@@ -247,7 +246,7 @@ def _save_sharded(
 
 
 def _write_parts(folder: Path, ranks: Ranks, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write what this process holds; of what several hold alike, the first of them writes it.
+    """Write this process's parts; the first of several processes with the same part writes it.
     Raises OSError.
     """
     parts = {}
@@ -277,9 +276,9 @@ def _write_parts(folder: Path, ranks: Ranks, tensors: Iterable[tuple[str, Tensor
 
 
 def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
-    """Restore what `save_state` wrote, in either format, whatever the number of ranks was; returns
-    the global step. Raises RunFolderError where the state is missing, damaged, or of another model
-    or optimizer.
+    """Restore a state of `save_state`, in either format, from any number of ranks; returns the
+    global step. Raises RunFolderError if the state is missing, damaged, or of another model or
+    optimizer.
     """
     folder = Path(folder)
     try:
@@ -322,12 +321,12 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
 
 
 class _Stored(NamedTuple):
-    """A tensor of a sharded state, and where its parts are."""
+    """A tensor of a sharded state, and the places of its parts."""
 
     dtype: torch.dtype
     shape: torch.Size
     parts: list[tuple[Any, list[int]]]
-    """The open file, and where in the whole its part begins."""
+    """The open file, and its part's offset in the whole."""
 
 
 def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer) -> None:
@@ -355,8 +354,8 @@ def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer
 def _read(
     name: str, stored: Mapping[str, _Stored], parameters: Mapping[str, nn.Parameter]
 ) -> Tensor:
-    """Return a tensor, or this process's part of it, from the parts that have something of it.
-    Raises ValueError where some of it is nowhere."""
+    """Return a tensor, or this process's part of it, from the overlapping stored parts. Raises
+    ValueError if some of it is missing."""
     room = _room_for(name, stored, parameters)
     own = local_part(room)
     wanted = place_of_part(room)
@@ -386,8 +385,8 @@ def _read(
 def _room_for(
     name: str, stored: Mapping[str, _Stored], parameters: Mapping[str, nn.Parameter]
 ) -> Tensor:
-    """Return a tensor into which an entry can be read: sharded as its parameter; whole, and on the
-    CPU, the step count, and moments of 8 bits whose blocks do not end with this parameter's parts.
+    """Return a tensor for reading an entry: sharded as its parameter; whole, and on the CPU, for
+    the step count, and for 8-bit moments with blocks not ending at this parameter's parts.
     """
     base, _, part = name.rpartition(".")
     entry = stored[name]
@@ -476,8 +475,8 @@ def _restore(
 
 
 def _copy_codes(local: Tensor, moment: Tensor, codes: Tensor, scale: Tensor) -> bool:
-    """Copy codes and scales into this process's part of a moment, and return True, where both have
-    the same blocks.
+    """Copy codes and scales into this process's part of a moment, and return True, if both have the
+    same blocks.
     """
     if not isinstance(local, OptimState8bit) or not _whole_blocks(moment):
         return False

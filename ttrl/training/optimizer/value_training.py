@@ -1,4 +1,4 @@
-"""Train the value head: a small replicated module next to a policy that may be sharded.
+"""Train the value head: a small replicated module next to a possibly sharded policy.
 
 Every rank holds the whole head and sums the ranks' gradients explicitly. Its weights and Adam's
 moments are stored in the folder of the optimizer's state: value_head.safetensors and
@@ -81,7 +81,7 @@ class ValueTraining:
         self.forget()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what the optimizer holds where the parameters are."""
+        """Yield the optimizer's tensors on the parameters' device."""
         yield from tensors_with_parameters(self._optimizer)
 
     def forget(self) -> None:

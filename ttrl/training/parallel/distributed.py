@@ -1,14 +1,12 @@
-"""The processes of one training run: which one this is, where it computes, and how all end
-together.
+"""Place this process among a training run's processes, choose its device, and end all together.
 
-torchrun starts them, on one machine or several, and says so in the environment (WORLD_SIZE, RANK,
-LOCAL_RANK, MASTER_ADDR). They form a grid, data × tensor: those in one tensor row share the layers
-and see the same packed rows, those in one data column hold the same part of each layer and see
-different rows. gloo on CPU, NCCL on CUDA (run with one GPU only).
+torchrun starts them, on one machine or several, and describes them in the environment (WORLD_SIZE,
+RANK, LOCAL_RANK, MASTER_ADDR). They form a grid, data × tensor: a tensor row shares the layers and
+sees the same packed rows; a data column holds the same part of each layer and sees different rows.
+gloo on CPU, NCCL on CUDA (run with one GPU only).
 
-What processes tell each other besides tensors of the model goes over a gloo group of its own. So
-does each wait for the first process while it writes files: servers may have the GPUs by then, and
-nothing must run there.
+All messages except the model's tensors use a separate gloo group. So does each wait for the first
+process's file writes: servers may have the GPUs by then, and nothing must run there.
 """
 
 import contextlib
@@ -43,8 +41,8 @@ DATA, TENSOR = "data", "tensor"  # the grid's dimensions
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all that train together. `rank` and `world_size` count those that see
-    different rows.
+    """This process within the training run. `rank` and `world_size` count processes with different
+    rows.
     """
 
     rank: int
@@ -59,7 +57,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True in the one process that writes files."""
+        """True only in the process writing files."""
         return self.rank == 0 and self.tensor_rank == 0
 
     @property
@@ -68,16 +66,14 @@ class Ranks:
 
     @property
     def data_group(self) -> distributed.ProcessGroup | None:
-        """Those that see different rows and hold the same part of each layer; None stands for
-        all.
-        """
+        """Processes with different rows and the same part of each layer; None stands for all."""
         if self.mesh is None:
             return None
         return self.mesh.get_group(DATA)
 
     @property
     def tensor_group(self) -> distributed.ProcessGroup | None:
-        """Those that share each layer; None without tensor parallelism."""
+        """The processes sharing each layer; None without tensor parallelism."""
         if self.mesh is None or self.tensor_ranks == 1:
             return None
         return self.mesh.get_group(TENSOR)
@@ -91,8 +87,8 @@ class Ranks:
         return total
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Concatenate tensors of any lengths in the order of the ranks, on every rank and in the
-        CPU's memory where there are several."""
+        """Concatenate tensors of any lengths in rank order, on every rank and, for several ranks,
+        in the CPU's memory."""
         if self.world_size == 1:
             return values
         return torch.cat(self.rows_of_each(values)[self.tensor_rank :: self.tensor_ranks])
@@ -116,7 +112,7 @@ class Ranks:
         return [part[:length] for part, length in zip(found, lengths, strict=True)]
 
     def texts_of_each(self, text: str) -> list[str]:
-        """Return what every process says, on every one, the first one's first."""
+        """Return every process's texts, on every process, the first one's first."""
         letters = torch.tensor(list(text.encode()), dtype=torch.uint8)
         return [bytes(found.tolist()).decode() for found in self.rows_of_each(letters)]
 
@@ -124,7 +120,7 @@ class Ranks:
         """Wait for all processes, on the CPU. Fails at once if one of them has died, and after the
         group's timeout if one of them does not come."""
         if self.processes > 1:
-            # Not `distributed.barrier`, which puts its tensor on the GPU, whatever the group.
+            # Not `distributed.barrier`: it puts its tensor on the GPU for any group.
             distributed.all_reduce(torch.zeros(1), group=self.host_group)
 
 
@@ -158,8 +154,8 @@ def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: 
 
 
 def recipe_main(parsed: Callable[[], int]) -> Callable[[], int]:
-    """Return a recipe's `main`: torchtune's, after a look at the file of --config, which torchtune
-    refuses with a traceback.
+    """Return a recipe's `main`: torchtune's, after a check of the --config file; torchtune would
+    refuse a bad one with a traceback.
     """
 
     def main() -> int:
@@ -173,8 +169,8 @@ def recipe_main(parsed: Callable[[], int]) -> Callable[[], int]:
 
 
 def model_shape(folder: str) -> dict[str, Any]:
-    """Return what config.json says (`model_settings`); empty if it cannot be read, which loading
-    reports.
+    """Return the settings in config.json (`model_settings`); empty if unreadable, for loading to
+    report.
     """
     try:
         shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
@@ -186,8 +182,8 @@ def model_shape(folder: str) -> dict[str, Any]:
 
 
 def _device_for(config: TrainingConfig, processes: int) -> str:
-    """Return the device. Raises ConfigError with all that it, the number of processes or the
-    model's shape cannot provide.
+    """Return the device. Raises ConfigError with all conflicts between it, the number of processes
+    and the model's shape.
     """
     wanted = (
         config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -203,8 +199,8 @@ def _device_for(config: TrainingConfig, processes: int) -> str:
 
 
 def check_here(config: TrainingConfig, here: Ranks) -> None:
-    """Raise ConfigError if the processes that are already running were started for another config,
-    or cannot train this one.
+    """Raise ConfigError if the running processes were started for another config, or cannot train
+    this one.
     """
     wanted = _device_for(config, here.processes)
     if wanted == here.device.type:
@@ -243,9 +239,9 @@ def seconds_to_wait(config: TrainingConfig) -> int:
 
 @contextlib.contextmanager
 def ranks(config: TrainingConfig) -> Iterator[Ranks]:
-    """Join the process group that torchrun described in the environment, if any, and leave it at
-    the end. Raises ConfigError with everything that the device, the number of processes or the
-    model's shape cannot give, before anything is loaded.
+    """Join the process group described by torchrun's environment, if any, and leave it at the end.
+    Raises ConfigError with all conflicts between the device, the number of processes and the
+    model's shape, before anything is loaded.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     wanted = _device_for(config, world_size)
@@ -260,7 +256,7 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
     if world_size == 1 and not config.cpu_offload:
         yield Ranks(0, 1, device)
         return
-    # What is parked, or offloaded, is gathered on the CPU.
+    # Parked or offloaded tensors are gathered on the CPU.
     if device.type == "cpu":
         backend = "gloo"
     else:
@@ -284,13 +280,13 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
 
 def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = None) -> Ranks:
     """Return this process's place in the data × tensor grid over the whole process group, with a
-    `timeout` of what they exchange. Neighbours share layers: they are on one machine. A collective.
+    `timeout` for its messages. Neighbours share layers: they are on one machine. A collective.
     """
     world_size = distributed.get_world_size()
     mesh = init_device_mesh(
         device.type, (world_size // tensor_ranks, tensor_ranks), mesh_dim_names=(DATA, TENSOR)
     )
-    # A group that is made for a part of the grid has PyTorch's own, of gloo 30 minutes.
+    # A group for a part of the grid gets PyTorch's default timeout, for gloo 30 minutes.
     if timeout is not None:
         for name in (DATA, TENSOR):
             _set_pg_timeout(timeout, mesh.get_group(name))
@@ -306,8 +302,6 @@ def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = No
 
 
 def derived_generator(*parts: int | str) -> torch.Generator:
-    """Return a random generator that depends on all of its parts, (seed, iteration, …), and on
-    nothing else in the process.
-    """
+    """Return a random generator seeded only by its arguments, (seed, iteration, …)."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

@@ -1,4 +1,4 @@
-"""The global norm of gradients that are spread over processes, and clipping to it."""
+"""Compute the global norm of gradients spread over processes, and clip to it."""
 
 import math
 from collections.abc import Iterable
@@ -13,9 +13,7 @@ from ttrl.training.parallel.sharding import full_tensor, local_part
 
 
 def settle(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum gradients of which each process holds a part, such as those of q/k norms under tensor
-    parallelism.
-    """
+    """Sum gradients split over processes, such as those of q/k norms under tensor parallelism."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -27,7 +25,7 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def sharded_dims(tensor: DTensor) -> tuple[str, ...]:
-    """Return the mesh's dimensions along which processes hold different parts of a tensor."""
+    """Return the mesh's dimensions with different parts of a tensor along them."""
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
     return tuple(
@@ -38,8 +36,8 @@ def sharded_dims(tensor: DTensor) -> tuple[str, ...]:
 
 
 class SquaredNorm:
-    """Σ g² over gradients that are spread over processes in different ways, with one reduction for
-    each way, at the end.
+    """Σ g² over gradients spread over processes in different ways, with one reduction for each way,
+    at the end.
     """
 
     def __init__(self) -> None:
@@ -69,9 +67,8 @@ class SquaredNorm:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
-    """Scale all gradients so that their global norm is at most `limit` (None: leave them alone).
-    Returns the norm before, which does not depend on the number of processes. A collective if
-    parameters are sharded.
+    """Scale all gradients to a global norm of at most `limit` (None: leave them unchanged). Returns
+    the norm before, independent of the number of processes. A collective if parameters are sharded.
     """
     parameters = list(parameters)
     settle(parameters)

@@ -1,10 +1,10 @@
-"""Hold tensors in the CPU's memory for a while: what a trainer has parked while servers use its
-GPU, and its own weights while it computes with another model's.
+"""Hold tensors in the CPU's memory for a while: a trainer's parked tensors while servers use its
+GPU, and its own weights during passes with another model's.
 
-A process's tensors lie in one piece of memory, which is page-locked where there is a GPU: the bus
-then copies at its full speed, and while other things are done. To lock pages takes long, so the
-piece stays, and serves again. Locked pages cannot be swapped out, so the machine is asked first:
-where it has too little, all ranks get a StorageError, and whoever asked does without.
+A process's tensors lie in one block of memory, page-locked if there is a GPU: the bus then copies
+at full speed, and in parallel with other work. Locking pages takes long: the block stays, and is
+reused. Locked pages cannot be swapped out: the machine's free memory is checked first. If it has
+too little, all ranks get a StorageError, and the caller does without.
 """
 
 import logging
@@ -25,13 +25,11 @@ logger = logging.getLogger(__name__)
 
 _ALIGNED = 64
 _SPARE = 2 * 2**30
-"""Bytes that are left to the machine."""
+"""Bytes left free for the machine."""
 
 
 class HostMemory:
-    """One rank's piece of memory. What it holds is valid until it is asked to hold something
-    else.
-    """
+    """One rank's block of memory. Its contents are valid until the next `hold`."""
 
     def __init__(self, here: Ranks) -> None:
         self._here = here
@@ -40,7 +38,7 @@ class HostMemory:
 
     @torch.no_grad()
     def hold(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of plain tensors. A collective. Raises StorageError, on all ranks, where a
+        """Return copies of plain tensors. A collective. Raises StorageError, on all ranks, if a
         machine has too little memory left."""
         begins = []
         size = 0
@@ -88,7 +86,7 @@ class HostMemory:
                 self._lock_pages()
 
     def _lock_pages(self) -> None:
-        """Lock the memory's pages while it is there. Not by PyTorch's own allocator, which takes
+        """Lock the memory's pages during its lifetime. Not by PyTorch's allocator: it rounds up to
         powers of two.
         """
         address = self._memory.data_ptr()
@@ -106,9 +104,9 @@ class HostMemory:
 
 
 def places(tensor: Tensor) -> Iterator[tuple[Any, str]]:
-    """Yield where the plain tensors are that one is made of, as (object, name of its attribute):
-    its own data, or the parts of one that is sharded or quantised. Put there, others take their
-    place, while the tensor itself, with its hooks, stays.
+    """Yield the places of a tensor's plain parts, as (object, name of its attribute): its own data,
+    or the parts of a sharded or quantised one. Other tensors can be put there, while the tensor
+    itself, with its hooks, stays.
     """
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor, "data"

@@ -1,10 +1,10 @@
-"""Where torchrun's agents of several machines meet: a store on the leading machine that listens on
-one address alone.
+"""Let torchrun's agents of several machines meet: a store on the leading machine, listening on one
+address only.
 
-torchrun's own way (c10d) listens on all interfaces, and each agent unpickles, and so runs, what
-anybody has written there. Here numbers are exchanged: the leading machine is 0, the others are
-counted as they come. The store has no password all the same: who can reach it can end the training,
-or take part in it, so it belongs in a private network (docs/explanation/security.md).
+torchrun's own way (c10d) listens on all interfaces, and each agent unpickles, and so runs, anything
+written there. Here agents exchange only numbers: the leading machine is 0, the others are counted
+as they come. The store still has no password: anyone with access can end the training, or take part
+in it. It belongs in a private network (docs/explanation/security.md).
 
 torchrun finds this by the entry point "ttrl" of the group "torchrun.handlers" (pyproject.toml):
 `--rdzv-backend ttrl`, with `--rdzv-conf is_host=true` on the leading machine.
@@ -28,8 +28,8 @@ _LOOK_SECONDS = 0.1
 
 
 class Meeting(StaticTCPRendezvous):
-    """One start of the trainer, on one machine. Raises RendezvousTimeoutError where not all have
-    come within `join_timeout`.
+    """One start of the trainer, on one machine. Raises RendezvousTimeoutError if not all have come
+    within `join_timeout`.
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -81,8 +81,8 @@ class Meeting(StaticTCPRendezvous):
         )
 
     def _listening(self) -> int:
-        """Return the descriptor of a socket that listens on this machine's address in the
-        endpoint's network alone.
+        """Return the descriptor of a socket listening only on this machine's address in the
+        endpoint's network.
         """
         if ":" in self._address:
             family = socket.AF_INET6
@@ -105,5 +105,5 @@ class Meeting(StaticTCPRendezvous):
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what makes a meeting, for torchrun."""
+    """Return the factory of meetings, for torchrun."""
     return Meeting

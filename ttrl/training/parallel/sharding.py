@@ -1,14 +1,14 @@
-"""Parameters spread over processes: FSDP2 over the data ranks, tensor parallelism over those that
-share a layer, or both.
+"""Spread parameters over processes: FSDP2 over the data ranks, tensor parallelism over the
+processes sharing a layer, or both.
 
-Tensor parallelism (Megatron-LM, arXiv 1909.08053) deals out the columns of q, k, v, w1, w3 (whole
-heads, so attention itself needs no communication), the rows of the output projections, and the
-vocabulary of embeddings and head. Norms are computed by every process alike; q/k norms see only the
-local heads, so their gradients are summed. Layers with adapters are dealt out alike: of an
-adapter's two matrices the one with the dealt-out side, while the other, of low rank, is on all.
+Tensor parallelism (Megatron-LM, arXiv 1909.08053) splits the columns of q, k, v, w1, w3 (whole
+heads: attention itself needs no communication), the rows of the output projections, and the
+vocabulary of embeddings and head. Every process computes all norms; q/k norms see only the local
+heads: their gradients are summed. Adapters are split with their layers: the matrix on the split
+side is split, the other, of low rank, is on all.
 
-Shapes: B rows, T tokens, H heads, E dimension of a head, D width, V vocabulary.
-Has run on CPU over gloo, and on one GPU with CPU offload; several GPUs: never run.
+Shapes: B rows, T tokens, H heads, E dimension of a head, D width, V vocabulary. Has run on CPU over
+gloo, and on one GPU with CPU offload; several GPUs: never run.
 """
 
 import logging
@@ -51,7 +51,7 @@ from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be sharded; a collective if it is."""
+    """Return the whole of a possibly sharded tensor; a collective if it is sharded."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor
@@ -95,7 +95,7 @@ def gather_whole(tensor: Tensor, here: Ranks) -> Tensor | None:
 
 
 def _places_of_parts(tensor: DTensor) -> list[tuple[slice, ...]]:
-    """Return where in the whole of a tensor each process's part is, in the order of processes."""
+    """Return the place of each process's part in the whole tensor, in the order of processes."""
     mesh = tensor.device_mesh
     places = []
     for rank in range(mesh.size()):
@@ -124,8 +124,8 @@ def _padded_bytes(part: Tensor, size: int) -> Tensor:
 
 
 def _follow_each_other(places: Sequence[tuple[slice, ...]], shape: torch.Size) -> bool:
-    """Tell whether parts are whole rows, one after the other, of which only the last ones are
-    shorter than the first.
+    """Tell whether parts are consecutive whole rows, with only the last ones shorter than the
+    first.
     """
     most = places[0][0].stop
     starts = [min(number * most, shape[0]) for number in range(len(places))]
@@ -134,14 +134,14 @@ def _follow_each_other(places: Sequence[tuple[slice, ...]], shape: torch.Size) -
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor that may be sharded; the gradient flows through."""
+    """Return this process's part of a possibly sharded tensor; the gradient flows through."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
 
 
 def place_of_part(like: Tensor) -> tuple[slice, ...]:
-    """Return where in the whole of `like` this process's part is."""
+    """Return the place of this process's part in the whole of `like`."""
     if not isinstance(like, DTensor):
         return tuple(slice(0, length) for length in like.shape)
     found = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -158,8 +158,8 @@ def _as_slices(
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the part of `whole` that this process holds of `like`: a view, so that nothing else is
-    read from a file.
+    """Return the part of `whole` matching this process's part of `like`: a view, to read nothing
+    else from a file.
     """
     if isinstance(like, DTensor):
         return whole[place_of_part(like)]
@@ -168,7 +168,7 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_whole(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into one that may be sharded, converting dtype and device."""
+    """Copy a whole tensor into a possibly sharded one, converting dtype and device."""
     local_part(target).copy_(part_of(whole, target))
 
 
@@ -188,9 +188,8 @@ def materialise(module: nn.Module, device: torch.device, but: Iterable[Tensor] =
 
 
 class _SameEverywhere(ParallelStyle):
-    """A module whose parameters every process holds whole, for an input that all have (or, with
-    `shard`, hold a part of along that dimension, so that the parameters' gradients are partial
-    sums).
+    """A module with whole parameters on every process, for an input equal on all (or, with `shard`,
+    split along that dimension: the parameters' gradients are then partial sums).
     """
 
     def __init__(self, shard: int | None = None) -> None:
@@ -209,9 +208,9 @@ class _SameEverywhere(ParallelStyle):
 
 
 class Share(NamedTuple):
-    """What a linear layer that computes with its process's part exchanges with the others of a
-    mesh: with `rows`, parts of the input go in, and what comes out is summed; else the input is
-        whole, and each process has a part of the output.
+    """A split linear layer's exchanges with the other processes of a mesh. With `rows`, it takes
+    parts of the input and sums the outputs; else the input is whole, and each process has a part of
+    the output.
     """
 
     mesh: DeviceMesh
@@ -220,9 +219,7 @@ class Share(NamedTuple):
     """Whether the output is put together."""
 
     def entered(self, x: Tensor) -> Tensor:
-        """Return the input, whose gradient is to be summed where each process knows a part of
-        it.
-        """
+        """Return the input, with its gradient summed if each process knows a part of it."""
         if self.rows:
             return x
         return DTensor.from_local(x, self.mesh, (Replicate(),), run_check=False).to_local(
@@ -249,9 +246,7 @@ class Share(NamedTuple):
         return local_part(spread.redistribute(placements=(Replicate(),)))
 
     def lengths(self, lengths: Tensor) -> Tensor:
-        """Return the lengths of vectors of which each process has a part, from those of the parts;
-        without a gradient.
-        """
+        """Return the lengths of split vectors, from those of their parts; without a gradient."""
         if not self.rows:
             return lengths
         squares = lengths.square()
@@ -260,15 +255,15 @@ class Share(NamedTuple):
 
 
 def with_partial_gradient(parameter: Tensor) -> Tensor:
-    """Return this process's part of a parameter, of whose gradient it will know one summand."""
+    """Return this process's part of a parameter; it will know one summand of its gradient."""
     if isinstance(parameter, DTensor):
         return parameter.to_local(grad_placements=(Partial(),))
     return parameter
 
 
 class _WithAdapter(ParallelStyle):
-    """A layer with adapters (`ttrl.training.policy.lora`), which exchanges by itself what its
-    `share` says.
+    """A layer with adapters (`ttrl.training.policy.lora`); it exchanges by itself, as its `share`
+    says.
     """
 
     def __init__(self, rows: bool = False, gathered: bool = False) -> None:
@@ -290,7 +285,7 @@ class _WithAdapter(ParallelStyle):
 
 
 class TiedHead:
-    """The output projection that uses vocabulary-sharded embeddings: h [..., D], the same on all →
+    """The output projection with vocabulary-sharded embeddings: h [..., D], the same on all →
     logits [..., V], whole.
     """
 
@@ -313,7 +308,7 @@ _OVER_HEADS = ("attn.q_norm", "attn.k_norm")  # on [B, T, H, E] with this proces
 
 
 def tensor_parallel_plan(decoder: nn.Module) -> dict[str, ParallelStyle]:
-    """Return how each module of a decoder that has parameters of its own is spread, by its name."""
+    """Return the parallel style of each decoder module with its own parameters, by name."""
     plan: dict[str, ParallelStyle] = {}
     for name, module in decoder.named_modules():
         if not list(module.parameters(recurse=False)):
@@ -345,9 +340,9 @@ def apply_tensor_parallel(decoder: Any, mesh: DeviceMesh) -> None:
 def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPrecisionPolicy:
     """Choose the dtypes of gathering and reducing. On CUDA with bf16, parameters are gathered in
     bf16 and gradients reduced in fp32, and the stream between layers stays fp32; else all are
-    gathered as they are held, and autocast converts as without FSDP. So are DoRA's: a magnitude or
-    a row's length that is rounded to bf16 (0.4%) would hide what it learns, and checkpoints are
-    merged from those that are not rounded.
+    gathered as held, and autocast converts as without FSDP. DoRA's are also gathered as held:
+    rounding a magnitude or a row's length to bf16 (0.4%) would hide its training, and checkpoints
+    are merged from unrounded ones.
     """
     mixed = config.dtype == "bf16" and device.type == "cuda" and config.lora_kind != "dora"
     if not mixed:
@@ -356,7 +351,7 @@ def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPre
 
 
 def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ranks) -> None:
-    """Shard each layer, and what is left in the root, over the data ranks (FSDP2)."""
+    """Shard each layer, and the root's remaining parameters, over the data ranks (FSDP2)."""
     assert here.mesh is not None
     settings: dict[str, Any] = {
         "mesh": here.mesh[DATA],
@@ -369,9 +364,7 @@ def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ran
 
 
 def fsdp_parameters(policy: nn.Module) -> Iterator[Any]:
-    """Yield what FSDP2 keeps of each parameter (PyTorch's FSDPParam); nothing where it is not
-    used.
-    """
+    """Yield FSDP2's record of each parameter (PyTorch's FSDPParam); nothing without FSDP2."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
@@ -385,7 +378,7 @@ def fsdp_parameters(policy: nn.Module) -> Iterator[Any]:
 
 
 def reset_shards(policy: nn.Module) -> None:
-    """Have FSDP look again where its shards are, after their data was replaced."""
+    """Make FSDP find its shards again, after their data was replaced."""
     for parameter in fsdp_parameters(policy):
         parameter.reset_sharded_param()
 
@@ -402,8 +395,8 @@ def shard(
         policy.vocab_group = here.tensor_group
     between()
     if here.world_size > 1 and here.tensor_ranks > 1:
-        # It warns whenever a tensor that is sharded in two dimensions is gathered; there is no
-        # other way to gather one.
+        # It warns at every gather of a tensor sharded in two dimensions; there is no other way to
+        # gather one.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if here.world_size > 1 or config.cpu_offload:
         apply_fsdp(policy, policy.decoder.layers, config, here)

@@ -1,22 +1,21 @@
-"""Hold weights out to servers on this machine, in memory that every process here can map: the
-trainer's half of their transfer (`ttrl.weights.source`).
+"""Offer weights to servers on this machine in shared memory: the trainer's half of their transfer
+(`ttrl.weights.source`).
 
-The memory is laid out as a safetensors file of whole tensors. Each rank writes the parts that it
-holds to where they belong, and a server's worker reads the parts that it needs, so a model that is
-sharded one way over the trainer and another way over the server is gathered nowhere. A part is
-written in pieces that stay in the processor's cache, through page-locked memory where it comes from
-a GPU; what is hashed is what lies there before it is written.
+The memory is laid out as a safetensors file of whole tensors. Each rank writes its parts to their
+places, and a server's worker reads the parts it needs: a model sharded differently over trainer and
+server is gathered nowhere. A part is written in pieces small enough for the processor's cache,
+through page-locked memory if it comes from a GPU; each piece is hashed there before it is written.
 
-The same for GPUs that train and serve in turn and for those that do one of both, instead of CUDA's
-handles of memory: a trainer that has parked leaves its GPU to the server, wherever it ran, no GPU
-has to reach another, and what stays in memory serves again where a server dies. For 7B in bf16 that
-is 15 GB of the host's memory, where parked weights and moments take 91 GB; over a bus of 25 GB/s,
-0.6 s there and 0.6 s back, less than hashing takes for the proof, which goes through the CPU's
-memory anyway: 2.4 s with 8 threads at 0.8 GB/s, and an eighth of all that where 8 GPUs train.
+Shared and separate GPUs use the same path, instead of CUDA's memory handles: a parked trainer
+leaves its GPU to the server, no GPU has to reach another, and the memory serves again after a
+server's death. For 7B in bf16 it takes 15 GB of the host's memory; parked weights and moments take
+91 GB. Over a bus of 25 GB/s, it takes 0.6 s there and 0.6 s back, less than hashing for the proof,
+through the CPU's memory anyway: 2.4 s with 8 threads at 0.8 GB/s, and an eighth of all that if 8
+GPUs train.
 
-It is a memfd, which the kernel frees with the last process that holds it, however that ends; others
-open it as /proc/PID/fd/N, which takes the same user, and the same container. Tested sharded over
-gloo and written from the CPU, and from one GPU.
+It is a memfd: the kernel frees it with the last process holding it, however it ends. Others open it
+as /proc/PID/fd/N, as the same user in the same container. Tested sharded over gloo and written from
+the CPU, and from one GPU.
 """
 
 import contextlib
@@ -45,8 +44,8 @@ _FILE_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 class Held(NamedTuple):
-    """A tensor for the servers: its name, and what it is made of, laid end to end along `dim`; each
-    may be sharded.
+    """A tensor for the servers: its name, and its parts, laid end to end along `dim`; each may be
+    sharded.
     """
 
     name: str
@@ -73,10 +72,10 @@ class WeightMemory:
     @torch.no_grad()
     def write(self, tensors: Sequence[Held], dtype: torch.dtype) -> dict[str, Any]:
         """Write the tensors in `dtype`, over those of the iteration before. A collective: each rank
-        writes what it holds.
+        writes its parts.
 
-        Returns what servers are told (`ttrl.weights.source.Handover`), on every rank. Raises
-        StorageError where there is no memory for it.
+        Returns the message for servers (`ttrl.weights.source.Handover`), on every rank. Raises
+        StorageError without enough memory.
         """
         begins = self._open(tensors, dtype)
         assert self._data is not None
@@ -108,8 +107,8 @@ class WeightMemory:
         places: list[tuple[int, list[int], list[int]]],
         digests: list[Future[bytes]],
     ) -> list[tuple[str, list[int], list[int], str]]:
-        """Return what all ranks have written, each part with its tensor's name, where it begins,
-        how long it is, and its SHA-256; all of it is there then."""
+        """Return all ranks' written parts, each with its tensor's name, offset, length, and
+        SHA-256; all of it is there then."""
         most = max(len(held.shape) for held in tensors)
         own = torch.zeros(len(places), 1 + 2 * most + 4, dtype=torch.int64)
         for line, (number, starts, lengths), digest in zip(own, places, digests, strict=True):
@@ -127,16 +126,14 @@ class WeightMemory:
         return parts
 
     def close(self) -> None:
-        """Let the memory go; servers that are reading it keep it as long as they do."""
+        """Release the memory; reading servers keep it until they finish."""
         self._layout = self._data = None
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _open(self, tensors: Sequence[Held], dtype: torch.dtype) -> list[int]:
-        """Make the memory, or keep it where its layout is the same; return where each tensor
-        begins.
-        """
+        """Make the memory, or keep it if its layout is the same; return each tensor's offset."""
         header: dict[str, Any] = {}
         begins = []
         end = 0
@@ -185,8 +182,8 @@ class WeightMemory:
 
 
 def _own_part(tensor: Tensor, here: Ranks) -> tuple[Tensor, list[int]] | None:
-    """Return this process's part of a tensor and where it begins in the whole; None where it is
-    empty, or another rank's to write: of what several hold alike, the first writes it."""
+    """Return this process's part of a tensor and its offset in the whole; None if it is empty, or
+    another rank's to write: the first of several ranks with the same part writes it."""
     if not isinstance(tensor, DTensor):
         if here.is_first:
             return (tensor.detach(), [0] * tensor.dim())
@@ -214,7 +211,7 @@ def _narrowed(whole: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> T
 
 
 def _copy(part: Tensor, target: Tensor) -> bytes:
-    """Copy a part to where it belongs, some rows at a time; return the SHA-256 of its bytes."""
+    """Copy a part to its place, some rows at a time; return the SHA-256 of its bytes."""
     digest = hashlib.sha256()
     on_gpu = part.device.type == "cuda"
     rows = max(1, _PIECE // max(1, target[:1].nbytes))

@@ -1,13 +1,12 @@
-"""What the backward pass needs of the forward pass: kept, recomputed, or moved to the CPU's memory
-and back.
+"""Keep, recompute or offload the forward pass's activations for the backward pass.
 
-- Full checkpointing (arXiv 1604.06174) keeps a layer's input alone; every k-th layer can be
+- Full checkpointing (arXiv 1604.06174) keeps only a layer's input; every k-th layer can be
   recomputed, the others kept.
-- Selective checkpointing keeps what is dear and recomputes what is cheap (arXiv 2205.05198):
+- Selective checkpointing keeps expensive results and recomputes cheap ones (arXiv 2205.05198):
   results of matrix products and of attention stay.
 
-Both are exact: what is recomputed are the same operations on the same numbers. Layers have no
-dropout, so no random state is stored; but adapters may have.
+Both are exact: they repeat the same operations on the same numbers. Layers have no dropout: no
+random state is stored; but adapters may have.
 """
 
 import functools
@@ -36,11 +35,11 @@ PRODUCTS = [
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.inductor_compiled_code,  # attention on GPUs
 ]
-"""Operations whose results selective checkpointing keeps."""
+"""Operations with results kept by selective checkpointing."""
 
 
 def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
-    """Wrap the layers that are to be recomputed: number 0, k, 2k, … for `checkpoint_every` k."""
+    """Wrap the layers to recompute: number 0, k, 2k, … for `checkpoint_every` k."""
     settings: dict[str, Any] = {"preserve_rng_state": config.lora_dropout > 0}
     if config.checkpoint_keeps == "products":
         settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
@@ -51,10 +50,10 @@ def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
 
 
 def offload_activations(decoder: Any) -> None:
-    """Move what the layers' forward pass saves to pinned memory of the CPU while it goes on, and
-    back when the backward pass nears it (torchtune's OffloadActivations on a stream of its own,
-    which cannot be created on a machine without a GPU). What the head saves stays: it takes
-    gradients in its forward pass.
+    """Move the layers' saved activations to pinned CPU memory during the forward pass, and back
+    shortly before the backward pass needs them (torchtune's OffloadActivations on a separate
+    stream; it cannot be created on a machine without a GPU). The head's saved tensors stay: it
+    takes gradients in its forward pass.
     """
     hidden_states: Callable[..., Tensor] = decoder.hidden_states
     offloading = OffloadActivations()

@@ -2,7 +2,7 @@
 
     checkpoint/                            the merged model, as any other checkpoint; or no weights
                                            (`ttrl.training.merge`)
-    checkpoint/adapter/                    what peft, and vLLM with --enable-lora, load
+    checkpoint/adapter/                    the form for peft, and for vLLM with --enable-lora
         adapter_config.json                rank, scale, targets, and the folder of the base, in
                                            peft's words
         adapter_model.safetensors          base_model.model.model.layers.0….q_proj.lora_A.weight, …,
@@ -69,10 +69,10 @@ _THEIRS = {
 
 
 def base_folder(config: TrainingConfig) -> str:
-    """Return the folder with the weights that stay frozen; `config.model` if there are no adapters.
-    Raises ModelFolderError if `config.model` holds neither that base nor an adapter, ConfigError if
-    the adapter is of another kind than the config's, or the config's reference is another model
-    than the base.
+    """Return the folder with the frozen weights; `config.model` if there are no adapters. Raises
+    ModelFolderError if `config.model` holds neither that base nor an adapter, ConfigError if the
+    adapter is of another kind than the config's, or the config's reference is another model than
+    the base.
     """
     if config.lora_rank is None:
         return config.model
@@ -120,8 +120,8 @@ def base_folder(config: TrainingConfig) -> str:
 
 
 def _other_numbers(wanted: str, stored: str, base: str) -> list[str]:
-    """Return what is wrong, in a line, if bases held as `wanted` and as `stored` are not the same
-    numbers. Those of "auto" and "fp32" are: a run that began with one goes on with the other."""
+    """Return an error, in a line, if bases held as `wanted` and as `stored` are not the same
+    numbers. Those of "auto" and "fp32" are: a run can continue from one with the other."""
     exact = ("auto", "fp32")
     if wanted == stored or (wanted in exact and stored in exact):
         return []
@@ -161,8 +161,8 @@ def _same_weights(one: str, other: str) -> bool:
 
 
 def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
-    """Fill memory that is already allocated: the base's weights, frozen, and the adapter that
-    belongs to `config.model`, or a new one. A collective if sharded. Raises ModelFolderError."""
+    """Fill memory already allocated: the base's weights, frozen, and the adapter of `config.model`,
+    or a new one. A collective if sharded. Raises ModelFolderError."""
     parameters = policy.parameters_by_name()
     layers = adapted(policy)
     device = next(p.device for name, p in parameters.items() if is_adapter(name))
@@ -188,8 +188,8 @@ def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
 
 
 def map_policy(config: TrainingConfig, base: str) -> Policy:
-    """Return base and adapter on the CPU, for the sake of their weights: those of the base stay in
-    its files, which are mapped, in the dtype that they have there. Raises ModelFolderError."""
+    """Return base and adapter on the CPU, for access to their weights: the base's stay in its
+    memory-mapped files, in their dtype there. Raises ModelFolderError."""
     with torch.device("meta"):
         decoder = build_decoder(read_config(base, config.decoder))
         apply_lora(decoder, config)
@@ -220,8 +220,8 @@ def map_policy(config: TrainingConfig, base: str) -> Policy:
 
 @torch.no_grad()
 def _begin(layers: Mapping[str, AdaptedLinear], seed: int) -> None:
-    """Start an adapter that changes nothing yet: A uniform within ±1/√D, as peft's, B zero,
-    magnitudes the rows' lengths.
+    """Start an adapter without effect: A uniform within ±1/√D, as peft's, B zero, magnitudes the
+    rows' lengths.
     """
     for name, layer in layers.items():
         bound = 1 / math.sqrt(layer.in_features)
@@ -273,7 +273,7 @@ def _load(folder: Path, policy: Policy, base: str) -> None:
 
 
 class _Fused(NamedTuple):
-    """A matrix of a checkpoint that has adapters, made of one or several matrices of ours."""
+    """A checkpoint matrix with adapters, made of one or several matrices of ours."""
 
     name: str
     """Name of the module in peft."""
@@ -282,7 +282,7 @@ class _Fused(NamedTuple):
     rows: tuple[int, ...]
     """Rows of each part."""
     transposed: bool = False
-    """Whether it is stored as [in, out]; what belongs to an adapter never is."""
+    """Whether it is stored as [in, out]; an adapter's tensors never are."""
 
     @property
     def adapted(self) -> list[AdaptedLinear]:
@@ -333,7 +333,7 @@ def _wholes(
     one: _Fused, part: str, whole_of: Callable[[Tensor], Tensor | None]
 ) -> list[Tensor | None]:
     """Return the part of each layer's adapter, made whole by `whole_of`, on the CPU; None for a
-    layer without one, and where `whole_of` returns that."""
+    layer without one, and if `whole_of` returns None."""
     wholes = []
     for layer in one.layers:
         if layer is None:
@@ -382,7 +382,7 @@ def _apart(one: _Fused, part: str, fused: Tensor) -> list[Tensor | None]:
 
 
 class Adapter(NamedTuple):
-    """What is written into a checkpoint's adapter/."""
+    """The contents of a checkpoint's adapter/."""
 
     tensors: dict[str, Tensor]
     peft_config: dict[str, Any]
@@ -464,8 +464,8 @@ def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict
 @torch.no_grad()
 def merged_weight(parameter: Tensor, layer: AdaptedLinear | None, here: Ranks) -> Tensor | None:
     """Return a parameter of the base, with its adapter if it has one: whole and on its device on
-    the first process, None on the others. A collective if sharded. A merged one is in fp32: what is
-    held in 16 bits is widened before the adapter is added, so nothing is rounded but the sum."""
+    the first process, None on the others. A collective if sharded. A merged one is in fp32: 16-bit
+    weights are widened before adding the adapter, to round only the sum."""
     whole = gather_whole(plain(parameter), here)
     if layer is None:
         return whole
@@ -485,9 +485,9 @@ def merged_weight(parameter: Tensor, layer: AdaptedLinear | None, here: Ranks) -
 
 @contextlib.contextmanager
 def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
-    """Make the policy compute what the reference model does, inside the block: the base if there
-    are adapters, which are switched off, else `config.reference_model`, whose weights are swapped
-    in. A collective if sharded.
+    """Make the policy compute the reference model inside the block: the base, with adapters
+    switched off, if there are any; else `config.reference_model`, with its weights swapped in. A
+    collective if sharded.
     """
     if config.lora_rank is not None:
         with without_adapters(policy):
@@ -500,9 +500,9 @@ def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_policy_of(policy: Policy, config: GRPOConfig, folder: str) -> Iterator[None]:
-    """Make the policy compute what another folder of the same model does, inside the block: its
-    weights, or its adapter, are swapped in, and afterwards its own again, which are those of
-    `config.model`, or no file's. A collective if sharded. Raises ModelFolderError."""
+    """Make the policy compute another folder of the same model inside the block: its weights, or
+    its adapter, are swapped in, and afterwards its own again, from `config.model`, or from memory.
+    A collective if sharded. Raises ModelFolderError."""
     if config.lora_rank is None:
         put_back = policy.set_aside(config.model if config.kept is None else None)
         policy.load_folder(folder)

@@ -1,8 +1,8 @@
-"""From a model folder to the policy on its devices, without ever holding the model more than once.
+"""Load a policy from a model folder onto its devices, never holding the model more than once.
 
 The decoder is built without memory (on the meta device), spread over the processes, and only then
 given memory: each process's own part. Files are mapped, not read: a process touches the pages of
-its part, tensor by tensor, so that a machine holds the model once however many processes it runs.
+its part, tensor by tensor. A machine holds the model once, for any number of processes.
 """
 
 import torch
@@ -24,8 +24,8 @@ from ttrl.training.policy.policy import Policy, fill_parameters
 
 def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
     """Load the policy of `config.model` on this rank's device, sharded if there are several ranks:
-    parameters in fp32, a frozen base as `lora_base_dtype` says. Raises ModelFolderError for folders
-    that are missing, incomplete or of a family that is not supported."""
+    parameters in fp32, a frozen base as `lora_base_dtype` says. Raises ModelFolderError for missing
+    or incomplete folders and unsupported families."""
     base = base_folder(config)
     hf_config = read_config(base, config.decoder)
     with torch.device("meta"):
@@ -78,7 +78,7 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
 
 
 def _check_settings(config: TrainingConfig) -> None:
-    """Raise ConfigError with the settings that transformers' classes cannot be trained with yet."""
+    """Raise ConfigError with the settings not yet supported for transformers' classes."""
     problems = []
     whose = (
         "which only ttrl's own decoder has; this model is computed by transformers' class (decoder)"
@@ -95,9 +95,7 @@ def _check_settings(config: TrainingConfig) -> None:
 
 
 def seed_dropout(config: TrainingConfig, ranks: Ranks) -> None:
-    """Seed dropout so that what adapters drop depends on (seed, iteration, rank), and on nothing
-    that this process did before.
-    """
+    """Seed the adapters' dropout by (seed, iteration, rank) only."""
     if config.lora_dropout:
         torch.manual_seed(
             derived_generator(

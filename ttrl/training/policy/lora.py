@@ -1,4 +1,4 @@
-"""Adapters of low rank for frozen matrices.
+"""Add adapters of low rank to frozen matrices.
 
     LoRA (arXiv 2106.09685)   y = W x + b + s·B A x                        s = α / r
     DoRA (arXiv 2402.09353)   y = (m / ‖W + s·B A‖)·(W x + s·B A x) + b
@@ -6,10 +6,10 @@
 
 QLoRA (arXiv 2305.14314) is either with W in 4 bits. torchtune's modules of the same names are not
 used: its DoRA multiplies the bias too (peft does not) and builds an identity matrix of the model's
-width in each pass, and dropout would also act in passes without gradient, where log-probabilities
-are compared.
+width in each pass, and dropout would also act in passes without gradient, used to compare
+log-probabilities.
 
-Shapes: D width in, O width out, r rank. NF4 on a GPU trains what it does on the CPU, to 1e-6.
+Shapes: D width in, O width out, r rank. NF4 trains the same on a GPU as on the CPU, to 1e-6.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.parallel.sharding import Share, local_part, place_of_part, with_partial_gradient
 
 ADAPTER_PARTS = ("lora_a", "lora_b", "magnitude")
-_SCALE_BLOCK = 256  # scales of blocks that share a scale of their own
+_SCALE_BLOCK = 256  # scales of blocks with a common scale of their own
 
 
 class AdaptedLinear(nn.Linear):
@@ -56,9 +56,9 @@ class AdaptedLinear(nn.Linear):
         self.scaling = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
         self.constant_lengths = True
-        """False: DoRA's lengths of rows have a gradient, too, so that derivatives are exact."""
+        """False: DoRA's row lengths have a gradient, too, for exact derivatives."""
         self.share: Share | None = None
-        """Set where tensor parallelism deals the layer out."""
+        """Set if tensor parallelism splits the layer."""
         self.enabled = True
         """False: as if there were no adapter."""
 
@@ -69,7 +69,7 @@ class AdaptedLinear(nn.Linear):
         weight = frozen_part(self.weight)
         bias = None if self.bias is None else local_part(self.bias)
         x = input if share is None else share.entered(input)
-        # Else the bias waits for what is scaled or summed.
+        # Otherwise the bias must follow scaling or summing.
         early = magnitude is None and not (share is not None and share.rows)
         added = bias if early else None
         if isinstance(weight, NF4Tensor):
@@ -79,8 +79,8 @@ class AdaptedLinear(nn.Linear):
         else:
             out = linear(x, weight, added)
         if self.enabled:
-            # Processes that share the layer draw alike, for an input that all have; so where they
-            # have parts of it, these drop the same places.
+            # Processes sharing the layer draw alike for a common input; with parts of it, they drop
+            # the same places.
             if self._drops():
                 x = F.dropout(x, self.dropout)
             lora_a, lora_b = self._adapter()
@@ -89,7 +89,7 @@ class AdaptedLinear(nn.Linear):
             out = share.summed(out)
         dtype = out.dtype
         if magnitude is not None:
-            # In bf16, scales near 1 would ignore a change of the magnitude below 0.4%, which merged
+            # In bf16, scales near 1 would ignore a change of the magnitude below 0.4%; merged
             # matrices do not.
             out = out * self._row_scales(weight, local_part(magnitude))
         if bias is not None and not early:
@@ -100,14 +100,14 @@ class AdaptedLinear(nn.Linear):
         return share.left(out, self.out_features)
 
     def _drops(self) -> bool:
-        """Tell whether this is a pass with dropout: those without a gradient measure what the model
-        computes.
+        """Tell whether this is a pass with dropout: passes without gradient measure the model's
+        outputs.
         """
         return self.dropout > 0 and torch.is_grad_enabled()
 
     def _adapter(self) -> tuple[Tensor, Tensor]:
-        """Return this process's parts of A and B. The one that all have whole gets a part of its
-        gradient on each.
+        """Return this process's parts of A and B. The replicated one gets a part of its gradient on
+        each process.
         """
         if self.share is None:
             return self.lora_a, self.lora_b
@@ -125,8 +125,8 @@ class AdaptedLinear(nn.Linear):
         return magnitude / lengths
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the matrix [O, D] that computes the same, from the frozen one, or its part of one
-        that is dealt out by columns; differentiable in the adapter."""
+        """Return the equivalent matrix [O, D], from the frozen one, or its part of one split by
+        columns; differentiable in the adapter."""
         if not self.enabled:
             return weight
         magnitude = None if self.magnitude is None else local_part(self.magnitude)
@@ -154,8 +154,8 @@ class AdaptedLinear(nn.Linear):
 
 
 def check_parts(layers: Mapping[str, AdaptedLinear]) -> None:
-    """Raise ConfigError where processes would share a matrix that is to be in 4 bits unevenly, or
-    in the middle of a block.
+    """Raise ConfigError if processes would share a 4-bit matrix unevenly, or in the middle of a
+    block.
     """
     for name, layer in layers.items():
         if isinstance(layer.weight, DTensor):
@@ -180,7 +180,7 @@ def _check_parts(name: str, shape: Sequence[int], processes: int, by_rows: bool)
 
 
 def _part_in_four_bits(whole: NF4Tensor, rows: slice, columns: slice) -> NF4Tensor:
-    """Return a part of a matrix, whose blocks keep their codes and scales. It must begin and end
+    """Return a part of a matrix, with its blocks' codes and scales unchanged. It must begin and end
     with blocks.
     """
     width = whole.shape[1]
@@ -216,8 +216,7 @@ def merge(
     scaling: float,
     constant_lengths: bool = True,
 ) -> Tensor:
-    """Return W + s·B A, with DoRA's rows scaled to their length, of which no gradient is taken if
-    it is constant."""
+    """Return W + s·B A, with DoRA's rows scaled to length; a constant length has no gradient."""
     with torch.autocast(lora_a.device.type, enabled=False):
         changed = plain(weight) + scaling * (lora_b @ lora_a)
         if magnitude is None:
@@ -230,7 +229,7 @@ def merge(
 
 
 def _row_lengths(weight: Tensor, of_parts: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return ‖W‖ of each row, [O]; above 0 for rows of zeros too, which stay zeros. `of_parts`:
+    """Return ‖W‖ of each row, [O]; above 0 for rows of zeros too, to keep them zeros. `of_parts`:
     makes it from those of parts.
     """
     lengths: Tensor = torch.linalg.vector_norm(weight, dim=1)
@@ -253,15 +252,15 @@ def plain(weight: Tensor) -> Tensor:
 
 
 def frozen_part(weight: Tensor) -> Tensor:
-    """Return this process's part of a matrix that gets no gradient."""
+    """Return this process's part of a matrix without gradient."""
     with torch.no_grad():
         return local_part(weight)
 
 
 def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
-    """Freeze a decoder and put adapters on the matrices that the config names. Call it before
-    sharding; on the meta device too: adapters hold nothing yet. Raises ConfigError where it has
-    none of them, for a head that is the embedding, and for matrices that do not fit into 4 bits."""
+    """Freeze a decoder and put adapters on the matrices named by the config. Call it before
+    sharding; on the meta device too: adapters hold nothing yet. Raises ConfigError if it has none
+    of them, for a tied head, and for matrices unfit for 4 bits."""
     assert config.lora_rank is not None
     decoder.requires_grad_(False)
     wanted = set(config.lora_targets).union(*(MATRIX_NAMES[name] for name in config.lora_targets))
@@ -302,8 +301,8 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
 def hold_base(
     decoder: nn.Module, stored: Mapping[str, torch.dtype], config: TrainingConfig
 ) -> None:
-    """Give the frozen parameters of a decoder on the meta device the dtypes that `lora_base_dtype`
-    asks for; `stored` says which their files have. Call it after `apply_lora`."""
+    """Give a meta-device decoder's frozen parameters the dtypes of `lora_base_dtype`; `stored`
+    holds the dtypes in their files. Call it after `apply_lora`."""
     if hasattr(decoder.output, "tied_module"):
         head = "tok_embeddings.weight"
     else:
@@ -314,7 +313,7 @@ def hold_base(
         in_four_bits = set()
     products = [name for name, one in decoder.named_modules() if isinstance(one, nn.Linear)]
     linear = {f"{name}.{part}" for name in products for part in ("weight", "bias")}
-    # Other modules of transformers' classes would compute in the 16 bits that they are held in.
+    # Other modules of transformers' classes would compute in 16 bits if held in 16 bits.
     only_linear = config.dtype == "fp32" and isinstance(decoder, TransformersDecoder)
     for name, parameter in decoder.named_parameters():
         if is_adapter(name) or name in in_four_bits:
@@ -324,8 +323,8 @@ def hold_base(
         dtype = torch.float32
         if config.lora_base_dtype == "bf16":
             dtype = torch.bfloat16
-        # A pass needs the whole head in fp32 at once, where it computes in that: both copies would
-        # take more than the wide one.
+        # An fp32 pass needs the whole head in fp32 at once: both copies would take more than the
+        # wide one.
         elif config.lora_base_dtype != "fp32" and not (config.dtype == "fp32" and name == head):
             dtype = stored.get(name, dtype)
         if dtype in NARROW:
@@ -337,9 +336,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted(module: nn.Module) -> dict[str, AdaptedLinear]:
-    """Return the layers with adapters, by the names that their parameters have in
-    `Policy.parameters_by_name`.
-    """
+    """Return the layers with adapters, by their parameter names in `Policy.parameters_by_name`."""
     return {
         name.removeprefix("decoder.").replace("_checkpoint_wrapped_module.", ""): layer
         for name, layer in module.named_modules()
@@ -349,7 +346,7 @@ def adapted(module: nn.Module) -> dict[str, AdaptedLinear]:
 
 @contextlib.contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Switch adapters off inside the block, so that the frozen base is computed."""
+    """Switch adapters off inside the block, to compute the frozen base."""
     layers = adapted(module).values()
     for layer in layers:
         layer.enabled = False

@@ -1,8 +1,7 @@
-"""The policy that both recipes train: a decoder that goes from packed rows to the log-probabilities
-of their labels.
+"""Define the policy of both recipes: a decoder from packed rows to their labels' log-probabilities.
 
-Everything happens inside one `forward`, so that FSDP's hooks on the root see embeddings, norm and
-output projection being used. Shapes: B rows, T tokens, N trained positions (in row-major order), D
+Everything happens inside one `forward`: FSDP's hooks on the root must see embeddings, norm and
+output projection in use. Shapes: B rows, T tokens, N trained positions (in row-major order), D
 width, V vocabulary.
 """
 
@@ -41,7 +40,7 @@ logger = logging.getLogger("ttrl.training")
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What is wanted at labels besides log-probabilities and entropies. The first five:
+    """Requested outputs at labels, besides log-probabilities and entropies. The first five:
     `ttrl.training.kernels.logprobs.run_head`."""
 
     token_loss: TokenLoss | None = None
@@ -55,13 +54,13 @@ class HeadOptions:
     hidden: bool = False
     """The hidden states, and nothing else."""
     trained: Tensor | None = None
-    """Where the labels are, int64 [N], rows laid end to end; None: looked up, for which the CPU
-    waits for the device.
+    """The label positions, int64 [N], rows laid end to end; None: looked up, and the CPU waits for
+    the device.
     """
     watch: Callable[[Tensor], None] | None = None
-    """Is given the hidden states [N, D] in passes of which log-probabilities are wanted."""
+    """Callback for the hidden states [N, D], in passes computing log-probabilities."""
     watch_layers: Callable[[int, Tensor], None] | None = None
-    """Is given each layer's number and the hidden states [B, T, D] that leave it."""
+    """Callback for each layer's number and output hidden states [B, T, D]."""
     distributions: bool = False
     """Whole distributions at temperature 1 [N, V] in the place of log-probabilities, and nothing
     else: for a few positions.
@@ -69,8 +68,8 @@ class HeadOptions:
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy computes at the N labels, in row-major order. A tuple, so that FSDP finds the
-    tensors in it.
+    """A policy's outputs at the N labels, in row-major order. A tuple, to let FSDP find its
+    tensors.
     """
 
     logprobs: Tensor
@@ -88,9 +87,9 @@ class PolicyOutput(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A decoder with its head. `compute_dtype` is what matrix products run in; parameters keep
-    their own dtype. `temperature` is the sampler's: log-probabilities are those of the distribution
-    that it drew from. `num_output_chunks`: None leaves the chunks to the head."""
+    """A decoder with its head. Matrix products run in `compute_dtype`; parameters keep their own
+    dtype. `temperature` is the sampler's: log-probabilities are those of its distribution.
+    `num_output_chunks`: None leaves the chunks to the head."""
 
     def __init__(
         self,
@@ -106,10 +105,10 @@ class Policy(nn.Module):
         self.compute_dtype = compute_dtype
         self.temperature = temperature
         self.vocab_group: ProcessGroup | None = None
-        """Under tensor parallelism, the processes that share the vocabulary."""
+        """Under tensor parallelism, the processes sharing the vocabulary."""
         self.host_memory: HostMemory | None = None
-        """Where this process's tensors wait in the CPU's memory; None for a policy that stays where
-        it is.
+        """This process's block for parked tensors in the CPU's memory; None for a policy without
+        parking.
         """
 
     def forward(
@@ -122,10 +121,9 @@ class Policy(nn.Module):
         options: HeadOptions = HeadOptions(),
         experts_BTLK: Tensor | None = None,
     ) -> PolicyOutput:
-        """Map packed rows to what the head computes at the labels, which stand at the positions
-        that predict them.
+        """Map packed rows to the head's outputs at the labels, each at its predicting position.
 
-        experts_BTLK: the sampler's experts of each layer, -1 where unknown
+        experts_BTLK: the sampler's experts of each layer, -1 for unknown
             (`ttrl.training.models.expert_routing`).
         """
         lower = self.compute_dtype not in (torch.float32, torch.float64)
@@ -227,8 +225,7 @@ class Policy(nn.Module):
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Return parameters under torchtune's names; a tied weight appears once. Sharded ones are
-        the shards, even after a forward pass without a backward pass, which leaves parameters
-        whole.
+        the shards, even if a forward pass without a backward pass left parameters whole.
         """
         for module in self.modules():
             if isinstance(module, FSDPModule):
@@ -248,9 +245,9 @@ class Policy(nn.Module):
         }
 
     def set_aside(self, folder: str | Path | None) -> Callable[[], None]:
-        """Copy all weights, those of `folder`, into the CPU's memory, and return what puts them
-        back; where there is too little of it, that reads the folder. None: no file has them. Both
-        are collectives if sharded. Raises StorageError for None.
+        """Copy all weights, those of `folder`, into the CPU's memory, and return a function to
+        restore them; with too little memory, it reads the folder. None: no file has them. Both are
+        collectives if sharded. Raises StorageError for None.
         """
         memory = self.host_memory
         parts = [local_part(parameter.detach()) for parameter in self.parameters_by_name().values()]
@@ -276,8 +273,8 @@ class Policy(nn.Module):
         return put_back
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Hold all parameters in `dtype`, fp32 or wider, and compute in it. The numbers stay as
-        they are, those of 4 bits too. For policies that are not sharded."""
+        """Hold all parameters in `dtype`, fp32 or wider, and compute in it. Their values do not
+        change, not even in 4 bits. For unsharded policies."""
         for layer in adapted(self).values():
             numbers = plain(layer.weight)
             if numbers is not layer.weight:
@@ -287,8 +284,8 @@ class Policy(nn.Module):
 
     def load_folder(self, folder: str | Path) -> None:
         """Replace all weights by those of another folder of the same architecture; sharded policies
-        keep each rank's part. Raises ModelFolderError where the folder's config computes anything
-        else than this policy does.
+        keep each rank's part. Raises ModelFolderError if the folder's config describes another
+        computation.
         """
         chosen = self.chosen_decoder
         check_same_architecture(read_config(folder, chosen), self.decoder.config, folder)
@@ -296,7 +293,7 @@ class Policy(nn.Module):
 
     @property
     def chosen_decoder(self) -> Chosen:
-        """Return whose code computes the policy."""
+        """Return the source of the policy's decoder code."""
         if uses_transformers(self.decoder.config):
             return "transformers"
         return "torchtune"

@@ -18,9 +18,9 @@ FILE_NAME = "value_head.safetensors"
 
 
 class ValueHead(nn.Module):
-    """A two-layer perceptron, hidden states [N, D] → values [N], in fp32. The last layer starts at
-    0, so that the first values are 0. width: of its hidden layer; None: that of the hidden states.
-    grad_in_decoder: whether the value loss trains the decoder too."""
+    """A two-layer perceptron, hidden states [N, D] → values [N], in fp32. The last layer starts
+    at 0: the first values are 0. width: of its hidden layer; None: the width of the hidden
+    states. grad_in_decoder: whether the value loss trains the decoder too."""
 
     def __init__(
         self, dim: int, width: int | None = None, *, grad_in_decoder: bool = False
@@ -40,7 +40,7 @@ class ValueHead(nn.Module):
             h_ND = h_ND.detach()
         with torch.autocast(h_ND.device.type, enabled=False):
             inner_NW = F.silu(self.up(h_ND.to(self.up.weight.dtype)))
-            # Not a view of [N, 1], of which FSDP would warn.
+            # Not a view of [N, 1]: FSDP would warn.
             return inner_NW @ self.down.weight[0] + self.down.bias
 
 
@@ -54,7 +54,7 @@ def value_loss(
     -clip, clip) - R)²): once a value has moved by `clip` towards its return, no gradient moves it
     further (PPO2's, J. Schulman, 2017; arXiv 2005.12729 on its use).
 
-    old_values: those from which the advantages were computed; needed with `clip`.
+    old_values: the values behind the advantages; needed with `clip`.
     """
     error_N = (values_N - returns_N).square()
     if clip is not None:
@@ -75,8 +75,8 @@ def save_value_head(weights: dict[str, Tensor], folder: str | Path) -> None:
 
 
 def load_value_head(head: ValueHead, folder: str | Path) -> bool:
-    """Read the weights that `save_value_head` wrote; False if the folder has none, so that the head
-    starts afresh. Raises ModelFolderError where they cannot be read or are of another shape."""
+    """Read the weights written by `save_value_head`; False if the folder has none: the head starts
+    fresh. Raises ModelFolderError for unreadable weights or another shape."""
     file = Path(folder, FILE_NAME)
     if not file.exists():
         return False
