@@ -179,7 +179,7 @@ def test_graders_of_every_kind_and_their_mistakes(capsys: pytest.CaptureFixture[
     assert not fine
     parts = text.split("━━ task ")[1:]
     assert "reward 1" in parts[0] and "parts" in parts[0]
-    assert re.search(r"no grade: test_tasks\.py, line \d+: KeyError: 'answer'", parts[1])
+    assert re.search(r"no grade: test_tasks_command\.py, line \d+: KeyError: 'answer'", parts[1])
     assert "no grade: GraderError" in parts[2] and "returned 'much'" in parts[2]
     assert "which need a model: --model" in parts[3]
 

@@ -34,7 +34,7 @@ def worker_program(package: str, python: str | None) -> list[str]:
     return [
         python or os.environ.get(variable(package)) or sys.executable,
         "-P",
-        str(Path(__file__).with_name("worker.py")),
+        str(Path(__file__).with_name("agent_worker.py")),
     ]
 
 
