@@ -1,8 +1,8 @@
-"""ttrl: train a language model by reinforcement learning on your own machine, and understand what
-happened.
+"""ttrl: train a language model by reinforcement learning on your own machine, and understand the
+result.
 
-Public names are loaded on first use (PEP 562), so that importing ttrl costs nothing and loads
-neither torch nor openai.
+Public names are loaded on first use (PEP 562), so importing ttrl costs nothing and loads neither
+torch nor openai.
 """
 
 import importlib

@@ -1,24 +1,30 @@
 """Define every exception ttrl raises on purpose, in one tree.
 
-TtrlError ├── UserError (ValueError) something given is wrong; the message says how to put it right
-│ ├── ConfigError a config: unknown keys, wrong types, conflicts, all at once │ ├── TaskError a
-task: no messages, a grader that cannot be called │ ├── ModelFolderError a model folder: missing,
-incomplete, of an unsupported family │ ├── TokenizationError inexact tokens of a sample │ │ └──
-TemplateRefusalError a chat template raised an error for these messages │ ├── UnmovedStepError an
-optimizer step moved nothing and leaves nothing to study │ ├── PackError packed tensors: against
-their contract, or unreadable │ └── RunFolderError a run folder: of another config, damaged, owned
-elsewhere │ └── RunFolderInUseError another process has it, and lives ├── GraderError a grader
-raised, returned no number, or took too long ├── RolloutError a task's rollout raised, hung, or
-never asked the model │ └── RolloutLimitError no turns or tokens are left, or the context is full
-├── ServerError (RuntimeError) an inference server │ ├── RequestError one request failed; says how,
-and whether another try may help │ ├── ServerStartError it never became healthy; the message ends
-with its last log lines │ ├── ServerDiedError it was healthy once and is gone │ └── WeightSyncError
-it does not compute with its given weights ├── TrainerError (RuntimeError) a recipe process failed;
-the message ends with its last log lines │ └── TrainerDiedError it was killed, here or elsewhere;
-another start may help ├── TrainerMemoryError (MemoryError) training does not fit; names memory
-savings ├── DriftError (ArithmeticError) sampler and trainer compute different policies; names
-causes ├── DivergedError (ArithmeticError) losses or gradients stay non-finite although steps are
-skipped └── StorageError (OSError) a file could not be written (disk full, no permission)
+TtrlError
+├── UserError (ValueError)      something given is wrong; the message says how to put it right
+│   ├── ConfigError             a config: unknown keys, wrong types, conflicts, all at once
+│   ├── TaskError               a task: no messages, a grader that cannot be called
+│   ├── ModelFolderError        a model folder: missing, incomplete, of an unsupported family
+│   ├── TokenizationError       inexact tokens of a sample
+│   │   └── TemplateRefusalError  a chat template raised an error for these messages
+│   ├── UnmovedStepError        an optimizer step moved nothing and leaves nothing to study
+│   ├── PackError               packed tensors: against their contract, or unreadable
+│   └── RunFolderError          a run folder: of another config, damaged, owned elsewhere
+│       └── RunFolderInUseError   another process has it, and lives
+├── GraderError                 a grader raised, returned no number, or took too long
+├── RolloutError                a task's rollout raised, hung, or never asked the model
+│   └── RolloutLimitError       no turns or tokens are left, or the context is full
+├── ServerError (RuntimeError)  an inference server
+│   ├── RequestError            one request failed; says how, and whether another try may help
+│   ├── ServerStartError        it never became healthy; the message ends with its last log lines
+│   ├── ServerDiedError         it was healthy once and is gone
+│   └── WeightSyncError         it does not compute with its given weights
+├── TrainerError (RuntimeError) a recipe process failed; the message ends with its last log lines
+│   └── TrainerDiedError        it was killed, here or elsewhere; another start may help
+├── TrainerMemoryError (MemoryError)  training does not fit; names memory savings
+├── DriftError (ArithmeticError)     sampler and trainer compute different policies; names causes
+├── DivergedError (ArithmeticError)  losses or gradients stay non-finite although steps are skipped
+└── StorageError (OSError)      a file could not be written (disk full, no permission)
 """
 
 import traceback

@@ -1,7 +1,7 @@
 """Define the figures in a run's files: one name and one type each, for writers, readers and plots.
 
 Step             a line of train.jsonl
-PhaseFacts       what a phase leaves in its marker, a class for each phase
+PhaseFacts       the facts in a phase's marker, a class for each phase
 MetricsRow       a line of metrics.jsonl
 
 A missing figure is None and is not written (UNSET, if null in the file has a meaning of its own). A

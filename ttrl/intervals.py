@@ -34,8 +34,8 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 _MOST_TERMS = 4000
-"""Degrees of freedom up to which Student's t is summed exactly; above, three terms of its expansion
-are exact to 1e-12.
+"""Up to these degrees of freedom, Student's t is summed exactly; above, three terms of its
+expansion are exact to 1e-12.
 """
 
 
@@ -60,8 +60,8 @@ def wilson(right: float, count: float, confidence: float = 0.95) -> tuple[float,
 
 
 def _score_interval(share: float, count: float, critical: float) -> tuple[float, float]:
-    """Return the shares for which `share` of `count` independent answers is no more than `critical`
-    standard deviations away.
+    """Return the shares at most `critical` standard deviations away from `share` of `count`
+    independent answers.
     """
     spread = critical * critical / count
     middle = (share + spread / 2) / (1 + spread)

@@ -1,9 +1,11 @@
 """Define the records passed between ttrl's packages: dataclasses of plain Python types.
 
-Sample one completion of one task, graded or failed written to rollouts.jsonl Turn one reply within
-a sample of several TaskResult the samples of one task: a group Prepared a rollout worker's products
-of a group, for files and packing TokenizedResult a sample (or a part of one) as one token sequence,
-ready to be packed Endpoint the address of a server of ours
+Sample           one completion of one task, graded or failed     written to rollouts.jsonl
+Turn             one reply within a sample of several
+TaskResult       the samples of one task: a group
+Prepared         a rollout worker's products of a group, for files and packing
+TokenizedResult  a sample (or a part of one) as one token sequence, ready to be packed
+Endpoint         the address of a server of ours
 """
 
 import copy

@@ -20,8 +20,8 @@ LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w
 PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
 """Environment variable with the file of a recipe's progress."""
 STORE_VARIABLE = "TTRL_STORE_FILE"
-"""The same for the file through which the processes of one machine find each other; without it they
-follow torchrun.
+"""The same for the file through which a machine's processes find each other; without it they follow
+torchrun.
 """
 NF4_BLOCK = 64
 """Numbers with a shared scale in a base held in 4 bits."""

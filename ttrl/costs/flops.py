@@ -169,8 +169,8 @@ def recomputed_flops(
     """Count the backward pass's recomputation; arguments as for `forward_flops`.
 
     - With `activation_checkpointing` of everything, one layer in `checkpoint_every`. PyTorch
-      stops at the last thing that the backward pass needs: the layer's last product (with w2, or
-      with its adapter) is not made again unless a norm follows. Of transformers' classes all of a
+      stops at the last result in use: the layer's last product (with w2, or with its adapter) is
+      not made again unless a norm follows. Of transformers' classes all of a
       layer counts.
     - With `fused_attention` (all ways of ours), the scores, one product of the forward pass' two.
     - So many products of the head as `head_again` says: the logits

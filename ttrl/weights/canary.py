@@ -3,10 +3,10 @@ log-probabilities.
 
 Two requests complement each other:
 
-- a short greedy generation that continues the canary, which *reads* the prefix cache. The canary is
-  sent to the server before the reload as well, so that keys and values of the old weights would be
-  found there if the cache were not emptied;
-- the prompt's own log-probabilities, which skip the prefix cache and so show the weights alone, at
+- a short greedy generation after the canary. It *reads* the prefix cache. The server also gets the
+  canary before the reload, so a cache not emptied would still have keys and values of the old
+  weights;
+- the prompt's own log-probabilities. They skip the prefix cache and so show only the weights, at
   every position.
 
 A change in any weight used by all tokens changes them; an embeddings row unused by the canary does
@@ -126,7 +126,7 @@ def tolerance_for(canary: Canary, server_dtype: str | None) -> tuple[str, Tolera
     """Return the precision of the comparison, "float32" or "half", and its limits."""
     if server_dtype == canary.dtype == "float32":
         return "float32", FLOAT32
-    # The trainer rounds more values than the server.
+    # The trainer rounds some values the server does not.
     known = canary.half_precision
     if known is None or canary.dtype == "nf4":
         return "half", HALF
@@ -160,7 +160,7 @@ def check_canary(
     server does not answer.
 
     cache_is_empty: its prefix cache was emptied just now, so any tokens still taken from there are
-    of old weights. In half precision the numbers alone may not show that.
+    of old weights. In half precision the numbers may not show it.
     """
     name, tolerance = tolerance_for(canary, server.dtype)
     # The generation first: once the other request has recomputed the prompt, its blocks could hide

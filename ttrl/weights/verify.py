@@ -54,7 +54,7 @@ class Proof:
 def prove(
     server: ServerConnection, source: Source, *, compare: bool = True, just_started: bool = False
 ) -> Proof:
-    """Verify that a running server has the weights of a source: its workers hold them (not without
+    """Verify a running server's weights against a source: its workers hold them (not without
     `compare`), and it reproduces the canary. Its prefix cache is empty. Raises ServerError.
     """
     proof = compare_weights(server, source) if compare else Proof()
