@@ -424,7 +424,7 @@ def test_a_joined_server_that_was_given_other_weights_comes_back_with_the_right_
             return await client.completions.create(model="policy", prompt="a", max_tokens=1)
 
     try:
-        assert policy_server.serve(checkpoints[1])["mode"] == "reload"
+        assert policy_server.serve(checkpoints[1]).mode == "reload"
         assert policy_server.serve(checkpoints[1]) is None
         asyncio.run(ask({}))
         with policy_server._members[0].lock:  # its keeper sees it only afterwards

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from ttrl import Task, TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
+from ttrl.facts import Sync
 from ttrl.loop import iterations as iterations_module
 from ttrl.loop import phases
 from ttrl.loop import sampling_phase as finished_groups
@@ -57,7 +58,7 @@ class FakeServer:
 
     def serve(
         self, checkpoint: Path, handover: Any = None, start_from: Path | None = None
-    ) -> dict[str, Any] | None:
+    ) -> Sync | None:
         """In the place of weights in memory, this world hands over the version."""
         assert handover is not None or (checkpoint / "config.json").is_file(), checkpoint
         assert start_from is None or (start_from / "config.json").is_file(), start_from
@@ -70,7 +71,7 @@ class FakeServer:
         self.version = version_of(checkpoint) if handover is None else handover
         self.world.note(f"serve {self.version}")
         self.checkpoint = checkpoint
-        return {"mode": "reload", "seconds": 0.0, "canary_max_difference": 0.0, "fell_back": None}
+        return Sync(mode="reload", seconds=0.0, canary_max_difference=0.0)
 
     def check(self) -> None:
         if self.checkpoint is None:

@@ -6,6 +6,7 @@ of the checkpoints made from the same rollouts by today's trainer, and its CPU.
 """
 
 import json
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -41,8 +42,10 @@ def tasks(name: str, count: int) -> list[Task]:
 def cpu() -> str:
     """Return the model and the instructions of this CPU, on which the bits of a step depend."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next((line.partition(":")[2].strip() for line in lines if "model name" in line), "?")
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+    known = dict(re.split(r"\s*:\s*", line, maxsplit=1) for line in lines if ":" in line)
+    names = ("model name", "cpu family", "model", "stepping")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return ", ".join([*(known.get(name, "?") for name in names), capability])
 
 
 @pytest.fixture(params=ARCHIVES, ids=lambda path: path.name.partition(".")[0])

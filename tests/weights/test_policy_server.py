@@ -19,6 +19,7 @@ from ttrl.errors import (
     ServerStartError,
     WeightSyncError,
 )
+from ttrl.facts import Sync
 from ttrl.launch.trainer import Trainer
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.vllm import VLLMServer
@@ -190,13 +191,13 @@ def make(syncs, tmp_path):
 
 
 A, B, C = Path("A"), Path("B"), Path("C")
-START = {
-    "mode": "start",
-    "canary_max_difference": 1e-6,
-    "fell_back": None,
-    "weights_compared": 7,
-    "weights_unchecked": 1,
-}
+START = Sync(
+    mode="start",
+    seconds=0,
+    canary_max_difference=1e-6,
+    weights_compared=7,
+    weights_unchecked=1,
+)
 
 
 def wait_until(condition):
@@ -242,11 +243,11 @@ def test_arguments_that_ttrl_sets_itself_are_refused():
 
 def test_every_change_of_weights_is_proven_and_nothing_else(make, syncs):
     server = make()
-    assert server.serve(A) | {"seconds": 0} == START | {"seconds": 0}
+    assert server.serve(A).replace(seconds=0) == START
     client, version = asked(server)
     assert client is FakeVLLM.made[0] and version == client.version
     assert server.serve(A) is None and asked(server)[1] == version
-    assert server.serve(B)["mode"] == "reload"
+    assert server.serve(B).mode == "reload"
     assert asked(server)[1] == client.version != version
     assert server.serve(B) is None
     server.serve(A)
@@ -263,7 +264,7 @@ def test_started_ahead_from_the_folder_that_the_checkpoint_links_to(make, syncs)
     server.start(A)
     with pytest.raises(ServerError, match="no server runs"):
         server.endpoints()  # started is not proven
-    assert server.serve(B)["mode"] == "start"
+    assert server.serve(B).mode == "start"
     assert syncs.events == [("sync by start", "B")] and len(FakeVLLM.made) == 1
 
 
@@ -291,7 +292,7 @@ def test_one_that_died_is_started_anew_once(make, syncs, policy, caplog):
     [made] = FakeVLLM.made
     made.dead = True
     facts = server.serve(policy)
-    assert facts["mode"] == "restart" and facts["fell_back"] == "http://server-0/v1 is gone"
+    assert facts.mode == "restart" and facts.fell_back == "http://server-0/v1 is gone"
     assert "a server is gone and is started anew" in caplog.text
     syncs.fail[made.base_url] = ServerDiedError("gone again")
     made.dead = True
@@ -315,7 +316,7 @@ def test_a_look_that_began_under_the_last_policy_does_not_spend_the_next_ones_re
         member.look_after(began)
         assert member.proven is None and made.events.count("start A") == 2
     asked_for.join()
-    assert served[0]["mode"] == "restart" and made.events.count("start B") == 1
+    assert served[0].mode == "restart" and made.events.count("start B") == 1
 
 
 def test_one_that_dies_in_the_middle_of_the_rollouts_comes_back_with_its_weights(make, syncs):
@@ -351,7 +352,7 @@ def test_a_start_that_fails_is_raised_where_it_is_waited_for_and_can_be_tried_ag
     with pytest.raises(ModelFolderError, match="no tokenizer"):  # the user's mistake stays that
         server.serve(A)
     FakeVLLM.start_error = None
-    assert server.serve(A)["mode"] == "start"
+    assert server.serve(A).mode == "start"
 
 
 def test_stop(make, syncs):
@@ -452,7 +453,7 @@ def test_weights_that_nobody_writes(make, syncs):
     vllm.dead = True
     facts = server.serve(C, handover, A)
     assert [event for event in vllm.events if event.startswith("start")] == ["start A", "start A"]
-    assert syncs.events[-1] == ("sync by reload from memory", "C") and facts["fell_back"]
+    assert syncs.events[-1] == ("sync by reload from memory", "C") and facts.fell_back
     syncs.fail[vllm.base_url] = ServerError("it read other bytes than the trainer wrote")
     with pytest.raises(ServerError, match="other bytes"):
         server.serve(Path("D"), handover, A)
@@ -475,7 +476,7 @@ def test_one_that_does_not_sleep_is_stopped(make, syncs):
     server.serve(A)
     FakeVLLM.made[0].sleepless = True
     server.rest()
-    assert server.serve(A)["mode"] == "start" and FakeVLLM.made[0].events == [
+    assert server.serve(A).mode == "start" and FakeVLLM.made[0].events == [
         "start A",
         "stop",
         "start A",
@@ -497,7 +498,7 @@ def test_all_are_synced_and_used(make, syncs, key, tmp_path):
     server = make(servers=2, run=str(tmp_path), **JOINED)
     checkpoint = tmp_path / "iterations/0001/checkpoint"
     facts = server.serve(checkpoint)
-    assert (facts["servers"], facts["left_out"]) == (4, {})
+    assert (facts.servers, facts.left_out) == (4, {})
     assert sorted(syncs.events) == sorted(
         [("sync by start", str(checkpoint))] * 2 + [("sync by reload", str(checkpoint))] * 2
     )
@@ -526,7 +527,7 @@ def test_one_that_fails_is_left_out_and_comes_back_with_the_right_weights(make, 
     _, one, two = [client for client, _ in asked(server)]
     one.dead = True
     facts = server.serve(B)
-    assert facts["servers"] == 2 and facts["left_out"] == {one.base_url: "http://one:1 is gone"}
+    assert facts.servers == 2 and facts.left_out == {one.base_url: "http://one:1 is gone"}
     assert "left out of the rollouts until it is back" in caplog.text
     assert one not in server.servers
     clients = dict(asked(server))
@@ -565,7 +566,7 @@ def test_one_that_knows_nothing_of_weights_is_never_asked(make, syncs, key):
 
     FakeServer.without_weights = "http://one:1"
     server = make(**JOINED)
-    assert server.serve(A)["left_out"] == {
+    assert server.serve(A).left_out == {
         "http://one:1": "GET /ttrl/weights: the server answered 404"
     }
     assert [client.base_url for client, _ in asked(server)] == [
@@ -578,7 +579,7 @@ def test_one_that_knows_nothing_of_weights_is_never_asked(make, syncs, key):
 def test_one_that_writes_prompts_with_another_template_is_left_out(make, syncs, key):
     FakeServer.other_template = "http://one:1"
     server = make(**JOINED)
-    assert server.serve(A)["left_out"] == {"http://one:1": "http://one:1 has another chat template"}
+    assert server.serve(A).left_out == {"http://one:1": "http://one:1 has another chat template"}
     proven = [one.base_url for one in server.servers]
     assert proven == ["http://server-0/v1", "http://two:2/v1"]
     assert server._members[1].server.version is None  # open to no request
@@ -648,7 +649,7 @@ def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, cap
     tuned = adapted(tmp_path / "tuned", "/base")
     server = make(servers=2, **LORA)
     syncs.fail["http://server-1/v1"] = WeightSyncError("no")
-    assert server.serve(tuned)["fell_back"].startswith("vLLM does not serve this run's adapters")
+    assert server.serve(tuned).fell_back.startswith("vLLM does not serve this run's adapters")
     assert [made.serves_adapters for made in FakeVLLM.made] == [False, False]
     assert [made.events[-1] for made in FakeVLLM.made] == [f"start {tuned}"] * 2
     assert "given merged weights from now on" in caplog.text
@@ -674,7 +675,7 @@ def test_adapters_that_are_fetched_are_never_merged(make, syncs, tmp_path, monke
     tuned = adapted(tmp_path / "iterations/0003/checkpoint", "/base")
     server = make(run=str(tmp_path), **FETCHED)
     syncs.fail["http://server-0/v1"] = WeightSyncError("no")
-    assert server.serve(tuned)["left_out"] == {"http://server-0/v1": "no"}
+    assert server.serve(tuned).left_out == {"http://server-0/v1": "no"}
     assert FakeVLLM.made[0].serves_adapters and [client.base_url for client in server.servers] == [
         "http://one:1"
     ]

@@ -36,7 +36,6 @@ from ttrl.facts import (
     Sync,
     TrainFacts,
     ValidateFacts,
-    read_facts,
 )
 from ttrl.intervals import Estimate, estimate_mean, pooled
 from ttrl.launch.trainer import Trainer
@@ -72,7 +71,6 @@ from ttrl.system.files import (
 from ttrl.tasks.task import Task
 from ttrl.weights.bits import WEIGHTS_FILE, check_bits
 from ttrl.weights.policy_server import PolicyServer
-from ttrl.weights.source import Handover
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +174,7 @@ class Phases:
             self.console.line(plan.time_line(may_end_early=self.config.stop_at is not None))
             if plan.does_not_fit is not None:
                 self.console.line(f"note: {plan.does_not_fit}")
-        sync = self._bring(iteration.path / "checkpoint")
+        sync = self.server.serve(iteration.path / "checkpoint")
         iteration.mark(PrepareFacts(seconds=clock() - began, sync=sync), ["checkpoint"])
 
     def tokenizer(self) -> Any:
@@ -207,12 +205,12 @@ class Phases:
         """
         checkpoint = self.folder.checkpoint(version)
         if self._has_files(version):
-            return self._bring(checkpoint, self.trainer.handover(version))
+            return self.server.serve(checkpoint, self.trainer.handover(version))
         if self.trainer.handover(version) is None:
             self._ask_trainer(version + 1, None)
         start_from = self.folder.checkpoint(self.folder.written_version(version))
         try:
-            return self._bring(checkpoint, self.trainer.handover(version), start_from)
+            return self.server.serve(checkpoint, self.trainer.handover(version), start_from)
         except ServerError as error:
             logger.warning(
                 "the policy of iteration %d is written for the servers, which did not take it: %s",
@@ -220,14 +218,7 @@ class Phases:
                 error,
             )
             self.write(version)
-            return self._bring(checkpoint)
-
-    def _bring(
-        self, checkpoint: Path, handover: Handover | None = None, start_from: Path | None = None
-    ) -> Sync | None:
-        """Load a policy into the servers: see `PolicyServer.serve`."""
-        said = self.server.serve(checkpoint, handover, start_from)
-        return None if said is None else read_facts(Sync, said)
+            return self.server.serve(checkpoint)
 
     def _has_files(self, version: int) -> bool:
         """Return whether a policy's checkpoint exists or is being written."""

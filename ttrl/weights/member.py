@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ttrl.errors import ServerDiedError, ServerError, ServerStartError, UserError, WeightSyncError
+from ttrl.facts import Sync
 from ttrl.server.connection import ServerConnection
 from ttrl.server.vllm import VLLMServer
 from ttrl.weights.source import Handover
@@ -164,7 +165,7 @@ class Member:
 
     # Weights
 
-    def bring(self, policy: Policy) -> dict[str, Any] | None:
+    def bring(self, policy: Policy) -> Sync | None:
         """Make it compute with a policy, prove it, and open it to requests for the policy. Return
         the facts of the sync, None if it had these weights. After a death it is started again,
         once. Raises ServerError; it is not proven then.
@@ -184,7 +185,7 @@ class Member:
             self._asleep = False
         self.proven = policy.version
         self.problem = None
-        return facts | {"seconds": time.monotonic() - began}
+        return facts.replace(seconds=time.monotonic() - began)
 
     def _is_open_to(self, policy: Policy) -> bool:
         try:

@@ -21,6 +21,7 @@ from ttrl.configs.machines import divided_devices, gpus_of_a_server, shares_of_d
 from ttrl.configs.run import TrainConfig
 from ttrl.configs.vllm_arguments import LORA_RANKS, lora_rank_there
 from ttrl.errors import ServerDiedError, ServerError, WeightSyncError
+from ttrl.facts import Sync
 from ttrl.records import Endpoint
 from ttrl.server.connection import Bring, JoinedServer, ServerConnection
 from ttrl.server.cpu import is_cpu_build, thread_variables
@@ -149,7 +150,7 @@ class PolicyServer:
 
     def serve(
         self, checkpoint: Path, handover: Handover | None = None, start_from: Path | None = None
-    ) -> dict[str, Any] | None:
+    ) -> Sync | None:
         """Make the servers compute with `checkpoint`, all at the same time, and prove it for each.
 
         handover: the same weights in the memory of a trainer on this machine.
@@ -326,7 +327,7 @@ class PolicyServer:
         if not self._adapters:
             merge_adapter(checkpoint)
 
-    def _bring(self, member: Member, policy: Policy) -> dict[str, Any] | None:
+    def _bring(self, member: Member, policy: Policy) -> Sync | None:
         try:
             return member.bring(policy)
         except ServerError as error:
@@ -347,12 +348,12 @@ class PolicyServer:
             self._adapters = False
             return None
 
-    def _bring_merged(self, member: Member, policy: Policy) -> dict[str, Any] | None:
+    def _bring_merged(self, member: Member, policy: Policy) -> Sync | None:
         member.serve_merged()
         facts = member.bring(policy)
         if facts is None:
             return None
-        return facts | {"fell_back": "vLLM does not serve this run's adapters"}
+        return facts.replace(fell_back="vLLM does not serve this run's adapters")
 
     def _for_each(self, work: Callable[[Member], Any]) -> list[Any]:
         """Do some work for all members concurrently; a ServerError is a result like any other."""
@@ -371,7 +372,7 @@ class PolicyServer:
         ]
         return [future.result() for future in done]
 
-    def _facts(self, results: list[Any]) -> dict[str, Any] | None:
+    def _facts(self, results: list[Any]) -> Sync | None:
         left_out = {}
         for member, result in zip(self._members, results, strict=True):
             if isinstance(result, ServerError):
@@ -381,19 +382,19 @@ class PolicyServer:
                     member.server.base_url,
                     result,
                 )
-        facts = [result for result in results if isinstance(result, dict)]
+        facts = [result for result in results if isinstance(result, Sync)]
         if not facts:
             return None
         if len(results) == 1:
             return facts[0]
-        worst = max(facts, key=lambda one: one["canary_max_difference"])
-        reasons = [one["fell_back"] for one in facts if one["fell_back"]]
-        return worst | {
-            "seconds": max(one["seconds"] for one in facts),
-            "fell_back": "; ".join(reasons) or None,
-            "servers": len(results) - len(left_out),
-            "left_out": left_out,
-        }
+        worst = max(facts, key=lambda one: one.canary_max_difference or 0.0)
+        reasons = [one.fell_back for one in facts if one.fell_back]
+        return worst.replace(
+            seconds=max(one.seconds or 0.0 for one in facts),
+            fell_back="; ".join(reasons) or None,
+            servers=len(results) - len(left_out),
+            left_out=left_out,
+        )
 
     def _watch(self) -> None:
         if self._watching is not None and self._watching.is_alive():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.errors import ServerDiedError, ServerError, WeightSyncError
+from ttrl.facts import Sync
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
 from ttrl.server.vllm import VLLMServer
 from ttrl.weights.canary import Canary, leave_in_cache
@@ -47,19 +48,17 @@ class SyncReport:
     files_because: str | None = None
     """Why weights in memory were read from files, or None."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Sync:
         """Return the report as it stands in the markers and in metrics.jsonl."""
-        facts = {
-            "mode": self.mode,
-            "seconds": self.seconds,
-            "canary_max_difference": self.proof.canary_max_difference,
-            "fell_back": self.fell_back,
-            "weights_compared": self.proof.compared,
-            "weights_unchecked": self.proof.unchecked,
-        }
-        if self.files_because is not None:
-            facts["files_because"] = self.files_because
-        return facts
+        return Sync(
+            mode=self.mode,
+            seconds=self.seconds,
+            canary_max_difference=self.proof.canary_max_difference,
+            fell_back=self.fell_back,
+            files_because=self.files_because,
+            weights_compared=self.proof.compared,
+            weights_unchecked=self.proof.unchecked,
+        )
 
 
 def sync_weights(

@@ -216,6 +216,20 @@ def test_preemptions_lower_what_is_in_flight_once_per_effect() -> None:
     assert room.factor == pytest.approx(0.81)
 
 
+def test_a_server_full_of_other_clients_gets_few_requests() -> None:
+    room = full_room()
+    first = len(room.loads)
+    for second in range(1, 60):
+        running = len(room.loads)
+        room.update(
+            metrics(capacity=30_000, running=running, usage=1, preemptions=running * second),
+            float(second),
+        )
+        while len(room.loads) > max(1, room.factor * first):
+            room.remove(next(iter(room.loads)))
+    assert len(room.loads) < 0.1 * first
+
+
 def test_space_in_the_cache_is_used() -> None:
     """Completions of one length are half done on average: twice as many fit."""
     room = full_room()

@@ -77,7 +77,8 @@ def read_metrics(text: str) -> Metrics | None:
 FIRST_LIMIT = 512
 """Requests in flight to a server without a known capacity."""
 _MOST_LIMIT = 8192
-_LEAST_FACTOR = 0.5
+_LEAST_FACTOR = 0.05
+"""So low because other clients may fill most of the cache."""
 _MOST_FACTOR = 4.0
 _CUT = 0.9
 """The factor's change after a poll with many preemptions."""
