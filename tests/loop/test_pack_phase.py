@@ -27,19 +27,19 @@ def pack_of(world) -> PackedTensors:
             "drop",
             {"too_long": 2},
             "2 too long",
-            "Samples were longer than a row of seq_len: 2 (too long, left out).",
+            "Samples were longer than a row (seq_len): 2 (too long, left out).",
         ),
         (
             "truncate",
             {"too_long": 0, "truncated": 2},
             "2 cut off",
-            "Samples were longer than a row of seq_len: 2 (cut off).",
+            "Samples were longer than a row (seq_len): 2 (cut off).",
         ),
         (
             "extend",
             {"too_long": 0, "extended": 2},
             "2 in longer rows",
-            "Samples were longer than a row of seq_len: 2 (in longer rows).",
+            "Samples were longer than a row (seq_len): 2 (in longer rows).",
         ),
     ],
 )

@@ -33,7 +33,7 @@ def test_summary_figures_and_what_stands_out_fit_the_terminal(tmp_path):
         text.startswith("Held-out reward rose from 0.25 to 0.75 in 3 iterations")
         and "Iterations" in text
     )
-    assert " ! In 90% of the groups every sample was wrong" in text
+    assert " ! In 90% of the groups, every sample was wrong" in text
 
 
 def test_the_headline_of_a_reward_names_what_is_solved(tmp_path):

@@ -71,7 +71,7 @@ def test_drift_ends_the_run_until_its_iteration_is_done_again(
     world.step_facts = {number: facts}
     with pytest.raises(
         DriftError,
-        match=rf"4,000 tokens that policy 1 sampled(?s:.*)TTRL_REDO={number} in front of it",
+        match=rf"4,000 tokens of policy 1(?s:.*)TTRL_REDO={number} in front of it",
     ):
         train(world, off_policy_steps=steps)
     asked = len(world.requests)
