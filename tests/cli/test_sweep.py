@@ -148,7 +148,7 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
         r"is 'hours'",
     ):
         read_sweep(path)
-    with pytest.raises(UserError, match="that is a single run"):
+    with pytest.raises(UserError, match="defines a single run"):
         read_sweep(sweep())
     with pytest.raises(UserError, match="cannot be read"):
         read_sweep(path.with_name("nothing"))

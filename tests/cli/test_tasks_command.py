@@ -112,7 +112,7 @@ def test_a_file_is_not_written_over(
     assert cli.main(["tasks", "new", str(template)]) == 2
     assert "exists already" in capsys.readouterr().err
     for name in ("my-task.py", "my_task", "1.py"):
-        with pytest.raises(UserError, match="give a name that Python can import"):
+        with pytest.raises(UserError, match="is not a Python module name"):
             write_template(tmp_path / name)
         assert not (tmp_path / name).exists()
 

@@ -498,7 +498,7 @@ def test_without_matplotlib_the_command_says_so(run, monkeypatch, capsys):
         monkeypatch.delattr(f"ttrl.instruments.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["study", str(run)]) == 2
-    assert "drawn with matplotlib" in capsys.readouterr().err
+    assert "draws pictures with matplotlib" in capsys.readouterr().err
 
 
 def test_every_step_of_every_iteration(two_steps, capsys):

@@ -846,10 +846,10 @@ def test_the_command_on_a_run(world, capsys):
     ("text", "settings", "message"),
     [
         ("a: [", [], "cannot be read as a config"),
-        ("[1]", [], "a config is a mapping"),
-        ("a: 1", [], "neither a run's config nor a recipe's"),
+        ("[1]", [], "write a mapping of settings"),
+        ("a: 1", [], "has no setting of a run or of a recipe"),
         ("lr: 1e-4", [], "names no model"),
-        ("lr: 1e-4", ["modell=x"], "'modell' is a setting neither of a run nor of the recipe"),
+        ("lr: 1e-4", ["modell=x"], "neither a run nor a recipe has a setting 'modell'"),
         ("lr: 1e-4", ["model"], "write --set model=VALUE"),
         ("lr: -1", ["model=x"], "lr is -1"),
     ],
