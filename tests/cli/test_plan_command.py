@@ -79,7 +79,7 @@ def test_a_name_on_the_hub_without_a_network(capsys: pytest.CaptureFixture[str])
     assert not said.out
     for text in (
         "no network?",
-        "a plan needs no more than its config.json",
+        "for a plan, its config.json is enough",
         "Qwen/Qwen3-4B",
         "tiny",
     ):

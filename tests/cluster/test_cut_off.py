@@ -36,7 +36,7 @@ def test_a_server_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link(3, Silent(), 0.0)
     for _ in range(4):
         with pytest.raises(
-            ServerDiedError, match="replica-3 is being started on some machine of the cluster"
+            ServerDiedError, match="replica-3 is starting on a machine of the cluster"
         ):
             link.find()
     assert waited == [5.0, 0.0, 0.0, 0.0]

@@ -156,7 +156,7 @@ def test_shaped_rewards_of_a_group():
     assert surprises == [1.0, 2.0, None]
     assert rewards == [0.25, 1.5, -0.125]
     assert shaped_rewards(group, AdvantageConfig()) == ([0.5, 1.0, -0.5], [])
-    with pytest.raises(UserError, match=r"'end'.*give the tokenizer"):
+    with pytest.raises(UserError, match=r"'end'.*give a tokenizer"):
         shaped_rewards(group, config)
 
 

@@ -56,7 +56,7 @@ def test_samples_longer_than_a_row(long_world, capsys, too_long, dropped, said, 
 
 
 def test_too_long_can_end_the_run_and_be_put_right(long_world):
-    with pytest.raises(PackError, match="2 of 8 samples are too long; raise seq_len to at least"):
+    with pytest.raises(PackError, match=r"2 of 8 samples are too long\. Raise seq_len to at least"):
         long_world.train(iterations=1, seq_len=40, too_long="error", validation=[])
     long_world.train(iterations=1, seq_len=40, too_long="drop", validation=[])
     assert len(pack_of(long_world).samples) == 6

@@ -139,7 +139,7 @@ def test_what_users_type(typed, count, name, gigabytes):
 
 
 def test_a_name_that_is_not_known_is_refused_with_those_that_are():
-    with pytest.raises(UserError, match=r"gpu 'H900' is not known; known are .*H100.* 1x24GB"):
+    with pytest.raises(UserError, match=r"gpu 'H900' is unknown; choose one of .*H100.* 1x24GB"):
         gpu_named("H900")
     with pytest.raises(UserError, match=r"gpu 'Tesla V100' computes no bf16.* capability 8\.0"):
         gpu_named("Tesla V100")

@@ -146,10 +146,10 @@ def test_a_pack_may_be_given_by_itself(run: Path, tmp_path: Path) -> None:
             ["RUN/iterations/0001/packed.safetensors", "--pack", "1"],
             r"is a single pack; to choose iteration 1, give the run folder",
         ),
-        (["RUN/other.safetensors"], r"other.safetensors: there is no such file"),
+        (["RUN/other.safetensors"], r"other.safetensors does not exist"),
         (
             ["DAMAGED"],
-            r"packed.safetensors: cannot be read as safetensors .* damaged or incomplete, pack "
+            r"packed.safetensors cannot be read as safetensors .* damaged or incomplete, pack "
             r"again",
         ),
         (["EMPTY"], r"empty: no iteration has a packed.safetensors"),

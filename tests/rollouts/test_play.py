@@ -403,7 +403,10 @@ def test_parts_that_are_no_text_cost_the_sample(kit):
 
     results, _ = kit.run(talking(replies, kit=kit), [Task(SYSTEM, rollout=show, id="t")])
     (sample,) = results.samples
-    assert "message 1 holds a part of type 'image_url'; the policy is trained on" in sample.error
+    assert (
+        "message 1 holds a part of type 'image_url'; send text only: the policy trains"
+        in sample.error
+    )
 
 
 def test_what_a_rollout_does_to_its_messages_changes_no_earlier_turn(kit):

@@ -37,7 +37,7 @@ def test_a_setting_is_a_file_or_the_text(tmp_path: Path) -> None:
         ("{% for m in messages %}{{ m }}", "line 1 is not valid Jinja"),
         ("{{ messages | no_such_filter }}", "line 1 is not valid Jinja: No filter named"),
         ("Hello {{ name }}", "it never reads `messages`"),
-        ("{{ messages }}" + " " * 70_000, "it has 70,014 characters, and at most 65,536 are read"),
+        ("{{ messages }}" + " " * 70_000, "it has 70,014 characters; the limit is 65,536"),
     ],
 )
 def test_what_is_no_template_is_refused(given: str, said: str) -> None:

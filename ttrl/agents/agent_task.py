@@ -84,13 +84,13 @@ def agent_task(
     else:
         given = [dict(message) for message in messages]
     if at_once is not None and (type(at_once) is not int or at_once < 1):
-        raise TaskError(f"at_once is {at_once!r}; give a number of programs of at least 1, or None")
+        raise TaskError(f"at_once is {at_once!r}; give at least 1 program, or None")
     others = dict(beside or {})
     for name, server in others.items():
         transport_for(server)  # raises if it is no server
         if name == MODEL:
             raise TaskError(
-                f"beside names a model {MODEL!r}, which is the policy's own name; give it another"
+                f"beside names a model {MODEL!r}, but that is the policy's own name; choose another"
             )
     rollout = _AgentRollout(
         agent if callable(agent) else tuple(agent),
@@ -148,7 +148,7 @@ class _AgentRollout:
             raise session.failure
         if not session.num_replies and session.limit is None:
             raise RolloutError(
-                f"{place}: the agent ended without a reply of the model; point its client at "
+                f"{place}: the agent ended without asking the model; point its client at "
                 "session.base_url"
             )
         posted: Grade | None = session.reward
@@ -163,7 +163,8 @@ class _AgentRollout:
         coroutine = self.agent(session)
         if not inspect.isawaitable(coroutine):
             raise RolloutError(
-                f"{place}: the agent is no coroutine function; write it as async def agent(session)"
+                f"{place}: the agent is not a coroutine function; write it as async def "
+                "agent(session)"
             )
         output: GraderOutput | None = await coroutine
         return output

@@ -176,9 +176,8 @@ class TaskResultTokenizer:
             or sample.prompt_token_ids is not None
         ):
             raise TokenizationError(
-                f"{where}: the server gave no token ids; sample with token_ids=True from a vLLM "
-                "server, or give the model's "
-                "tokenizer, whose chat template makes them"
+                f"{where}: the server returned no token ids; sample with token_ids=True from a "
+                "vLLM server, or give the model's tokenizer, and ttrl uses its chat template"
             )
         turns = turns_by_template(
             where, sample, self._tokenizer, self._tools, self._end_of_turn, self._template_kwargs
@@ -211,7 +210,7 @@ class TaskResultTokenizer:
             self.counts.mismatches += 1
             if self.counts.mismatches == 1:
                 logger.warning(
-                    "%s: its ids decode to %.80r, but its text is %.80r; the ids are used",
+                    "%s: its ids decode to %.80r, but its text is %.80r; training uses the ids",
                     turn.where,
                     decoded,
                     turn.text,

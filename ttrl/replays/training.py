@@ -31,8 +31,10 @@ _FROM_CHECKPOINTS = (
     "Training again, each iteration from the run's own checkpoint of its sampling policy."
 )
 _CHAIN = "Training again on the new grades, each iteration from the one before."
-_OFF_POLICY = """After iteration {}, the rollouts are off-policy: the run's policy sampled them, not this one.
-Ratios use the sampler's log-probabilities; the effective sample size measures the difference."""
+_OFF_POLICY = (
+    "After iteration {}, the rollouts are off-policy: the run's policy sampled them, not this one.\n"
+    "Ratios use the sampler's log-probabilities; the effective sample size shows the difference."
+)
 _HOW = {
     "checkpoints": "each iteration from the run's own checkpoint",
     "chain": "each iteration from the one before",

@@ -107,9 +107,9 @@ def test_all_shared_templates(table, shared_templates):
                 known in reason
                 for known in (
                     "leaves out its",
-                    "once the conversation goes on",
+                    "once the conversation continues",
                     "must alternate",
                     "System role not supported",
-                    "when an answer is to follow",
+                    "before a reply, but the answered conversation",
                 )
             ), (name, reason)

@@ -133,7 +133,9 @@ class PackedTensors:
     def pad_rows_to_multiple(self, multiple: int) -> "PackedTensors":
         """Add zero-weight padding rows up to a multiple of a number: every rank gets as many."""
         if multiple < 1:
-            raise PackError(f"cannot bring {self.num_rows} rows to a multiple of {multiple}")
+            raise PackError(
+                f"cannot pad {self.num_rows} rows to a multiple of {multiple}; give at least 1"
+            )
         missing = -self.num_rows % multiple
         if not missing:
             return self

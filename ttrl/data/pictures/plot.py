@@ -237,7 +237,7 @@ def _legend(figure: "Figure", depths: int) -> None:
     handles = [
         Patch(facecolor=root, label="root of a tree (one hue per tree)"),
         Patch(facecolor=leaf, label="deepest group"),
-        Patch(facecolor=mix("#ffffff", root, 0.18), label="seen by all that stands below"),
+        Patch(facecolor=mix("#ffffff", root, 0.18), label="visible to all groups below"),
         Patch(facecolor=_TRAINED, label="the next token is trained"),
         Patch(facecolor="#f4f4f2", hatch="////", edgecolor=_PADDING, label="padding"),
     ]
