@@ -237,7 +237,7 @@ def test_a_reference_of_another_architecture_is_refused(change, inputs):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(
         ModelFolderError,
-        match=f"not the architecture of the policy: {next(iter(change)).removeprefix('rms_')}",
+        match=f"has another architecture than the policy: {next(iter(change)).removeprefix('rms_')}",
     ):
         train(inputs, kl_coefficient=0.1, reference_model=str(inputs["reference"]))
 
@@ -263,5 +263,5 @@ def test_the_last_iterations_state_must_fit(inputs, model_folder):
         ),
         path,
     )
-    with pytest.raises(RunFolderError, match="of another model"):
+    with pytest.raises(RunFolderError, match="belongs to another model"):
         train(inputs, "third", state=str(folder / "state"))

@@ -163,11 +163,11 @@ def test_an_entry_with_a_setting_that_is_none(site: Path) -> None:
 
 
 WRONG_LOSSES = {
-    "def loss(logprobs_N, clip_low, temperature): pass": "takes temperature; it may take "
-    "logprobs_N, old_logprobs_N, advantages_N, samples_N, and the settings that its entry names: "
+    "def loss(logprobs_N, clip_low, temperature): pass": "takes temperature; it may take only "
+    "logprobs_N, old_logprobs_N, advantages_N, samples_N, and the settings of its entry: "
     "clip_low",
-    "def loss(logprobs_N, chosen_N, clip_low): pass": "takes chosen_N; it may take",
-    "def loss(logprobs_N): pass": "does not take clip_low, which its entry names",
+    "def loss(logprobs_N, chosen_N, clip_low): pass": "takes chosen_N; it may take only",
+    "def loss(logprobs_N): pass": "lists clip_low, but it does not take them",
     "def loss(logprobs_N, clip_low): return -logprobs_N.sum(), {}": r"returns \(tensor\(3",
     "def loss(logprobs_N, clip_low): return -logprobs_N": r"returns tensor\(\[1., 2.\]",
     "def loss(logprobs_N, clip_low): return logprobs_N.detach(), {}": r"returns \(tensor\(\[",

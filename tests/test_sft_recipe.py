@@ -87,7 +87,7 @@ def test_a_damaged_last_line_is_named_with_and_without_a_newline(model, tmp_path
 
 
 def test_a_missing_model_or_file_is_named(model, tmp_path):
-    with pytest.raises(ModelFolderError, match=r"no config\.json there"):
+    with pytest.raises(ModelFolderError, match=r"has no config\.json"):
         # Not looked up on the hub.
         sft_recipe.read_examples(config("runs/nowhere", tmp_path, ["{}"]))
     with pytest.raises(ConfigError, match="missing or empty"):

@@ -140,14 +140,16 @@ class Registry(Generic[E]):
         if name in self._own:
             return self._own[name]
         if not others:
-            raise UserError(f"{self._group} has no {name!r}; it has {', '.join(self.names())}")
+            raise UserError(
+                f"{self._group} has no {name!r}; choose one of {', '.join(self.names())}"
+            )
         where = f"{self._group}: {name!r} of {owners[0]}"
         try:
             entry = others[0].load()
         except Exception as error:
             raise UserError(
                 f"{where} cannot be loaded from {others[0].value}: {type(error).__name__}: "
-                f"{error}; mend that package, or uninstall it"
+                f"{error}; fix that package, or uninstall it"
             ) from error
         if not isinstance(entry, self._kind):
             raise UserError(

@@ -168,7 +168,7 @@ def test_a_server_that_does_not_say_what_it_adds_is_warned_about(caplog):
 
     results = run(agent, behaviour=behaviour)
     assert results.samples[0].error is None
-    assert "does not say which tokens it puts before prompts" in caplog.text
+    assert "does not report its tokens before prompts" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_responses_with_a_function_by_items_or_by_the_previous_response(stream, 
             ]
             with pytest.raises(
                 openai.NotFoundError,
-                match="this session has no response 'resp_1'|no such response",
+                match=r"this session has no response 'resp_1'|no such response",
             ):
                 await client.responses.retrieve("resp_1")
             assert third.usage.input_tokens > second.usage.input_tokens > first.usage.input_tokens

@@ -273,7 +273,7 @@ def test_a_known_error_is_one_line_and_exit_code_two(
 ) -> None:
     assert cli.main(["cache", "stats", str(tmp_path / "nothing")]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("ttrl: error: ") and "there is no folder" in captured.err
+    assert captured.err.startswith("ttrl: error: ") and "no cache: the folder" in captured.err
     assert "Traceback" not in captured.err and len(captured.err.splitlines()) == 1
     assert captured.out == ""
 

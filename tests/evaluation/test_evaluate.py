@@ -406,7 +406,7 @@ def test_what_would_be_found_too_late_is_found_before_a_request(
         "has a name, a key",
         "that file is not an evaluation",
         "are both",
-        "give weights_digest",
+        "Set weights_digest",
         "dtype is for a local server",
     )
     for part in parts:

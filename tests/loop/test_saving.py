@@ -248,7 +248,7 @@ def test_killed_it_goes_back_to_the_last_that_was_written_and_samples_nothing_ag
 @pytest.mark.parametrize(
     ("more", "cause"),
     [
-        ({}, "rows and settings are the same, so another processor"),
+        ({}, "rows and settings are the same, so the cause is another processor"),
         ({"num_threads": 2}, "since then, num_threads was 1 and is 2"),
         ({"device": "cuda"}, None),
     ],
@@ -266,7 +266,7 @@ def test_other_bits_than_servers_had_end_the_run(more, cause, world, beside, cap
     beside.bits[5] = " another"
     world.events.clear()
     said = (
-        r"iteration 5 was trained again, and 1 of 2 tensors are not, bit for bit, those that .* "
+        r"iteration 5 was trained again, and 1 of 2 tensors differ from the servers' earlier .* "
         r"such as head: "
     )
     if cause is None:

@@ -391,7 +391,8 @@ def test_weights_through_memory(big):
         and asked[1].disk["most"] <= asked[0].disk["most"]
     )
     assert warned(
-        f"for {waits[0] + 0.1:.0f} s longer than the next iteration's sampling. save_every: 5 reduces this to {(waits[0] + 0.1) / 5:.0f} s",
+        f"for {waits[0] + 0.1:.0f} s longer than the next iteration's sampling. save_every: 5 "
+        f"reduces this to {(waits[0] + 0.1) / 5:.0f} s",
         asked[0],
     )
     assert not warned("files delay", files)
@@ -913,7 +914,7 @@ def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(
     monkeypatch.setattr(
         "ttrl.loop.train.local_model", lambda *_: pytest.fail("the model was fetched")
     )
-    with pytest.raises(ModelFolderError, match="its config asks for what ttrl does not compute"):
+    with pytest.raises(ModelFolderError, match="ttrl does not support this model"):
         train(config, [Task([{"role": "user", "content": "x"}], len)])
     assert not (tmp_path / "run").exists()
 

@@ -561,7 +561,7 @@ async def nothing_to_answer(chat):
 def test_rollouts_that_fail_cost_their_samples_alone(kit):
     cases = [
         (raising, r"RolloutError: PLACE: the rollout raised KeyError: 'move'\n.*in raising", 1),
-        (silent, "RolloutError: PLACE: the rollout ended without a reply of the model", 0),
+        (silent, "RolloutError: PLACE: the rollout ended without asking the model", 0),
         (
             no_number,
             "GraderError: PLACE: the rollout returned 'good'; a rollout returns a finite number",
@@ -592,7 +592,7 @@ def test_rollouts_that_fail_cost_their_samples_alone(kit):
         (cancelled, "RolloutError: PLACE: the rollout raised .*CancelledError", 1),
         (
             no_coroutine,
-            "RolloutError: PLACE: the rollout is no coroutine function; write it as async def",
+            "RolloutError: PLACE: the rollout is not a coroutine function; write it as async def",
             0,
         ),
         (nothing_to_answer, "RolloutError: PLACE: there are no messages to answer", 0),
@@ -783,7 +783,7 @@ def test_limits_end_a_rollout_which_is_graded_as_it_is(kit, limits, turns, finis
     )
     assert graded.turns[-1].finish_reason == "stop"
     assert without.reward is None and without.error.startswith(
-        "RolloutLimitError: task 'not', sample 0: the rollout has had"
+        "RolloutLimitError: task 'not', sample 0: the rollout reached its limit"
     )
     assert said in without.error and len(without.turns) == turns
     if limits.tokens:
@@ -811,7 +811,10 @@ def test_seconds_of_the_whole_rollout_end_it_wherever_it_is(kit, hangs):
     ]
     graded, without = kit.run(behaviour, tasks)[0].samples
     assert (graded.error, graded.reward, graded.finish_reason) == (None, 1.0, "max_seconds")
-    assert without.error == "RolloutLimitError: task 'not', sample 0: the rollout has had its 0.3 s"
+    assert (
+        without.error
+        == "RolloutLimitError: task 'not', sample 0: the rollout reached its limit of 0.3 s"
+    )
     with pytest.raises(TaskError, match="total_seconds is 0"):
         RolloutLimits(total_seconds=0)
 
@@ -970,7 +973,7 @@ def test_cancelling_the_call_cancels_its_rollouts(kit):
 
 def test_a_token_budget_is_refused(kit):
     with pytest.raises(
-        TaskError, match="task 't' has a rollout, which cannot be cut off by a token budget"
+        TaskError, match="task 't' has a rollout, and a token budget cannot cut off a rollout"
     ):
         kit.run(
             talking(replies, kit=kit), [Task(SYSTEM, rollout=two_turns, id="t")], token_budget=100

@@ -126,7 +126,7 @@ def test_a_silent_owner_on_another_machine_is_only_taken_over_when_that_is_said(
     left_by(folder, **ELSEWHERE)
     with (
         pytest.raises(
-            RunFolderError, match=r"pid 1 on another-host.*no sign of life.*TTRL_TAKE_OVER=1"
+            RunFolderError, match=r"pid 1 on another-host.*without a sign of life.*TTRL_TAKE_OVER=1"
         ),
         folder.locked(),
     ):
@@ -167,7 +167,7 @@ def test_an_owner_from_before_this_machine_was_started_again_is_gone(tmp_path):
     left_by(folder, boot="an-earlier-boot", pid=os.getpid())
     with (
         pytest.MonkeyPatch.context() as patch,
-        pytest.raises(RunFolderError, match="no sign of life"),
+        pytest.raises(RunFolderError, match="without a sign of life"),
     ):
         patch.setattr(lease, "_only_here", lambda folder: False)
         with folder.locked():

@@ -138,6 +138,6 @@ def test_a_joined_server_with_another_template_is_refused(
     server.check_chat_template(model)
     monkeypatch.setenv(auth.TEMPLATE_VARIABLE, template_digest(tiny_model))
     with pytest.raises(
-        WeightSyncError, match="another chat template than the run's model; start it"
+        WeightSyncError, match="and the run's model have different chat templates; start it"
     ):
         server.check_chat_template(model)

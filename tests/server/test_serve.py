@@ -328,7 +328,7 @@ def test_whoever_has_taken_its_address_is_told_no_key(redirects):
     with ThreadingHTTPServer(("127.0.0.1", 0), Squatter) as squatter:
         threading.Thread(target=squatter.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{squatter.server_port}"
-        with pytest.raises(ServerDiedError, match="does not prove that it knows the key"):
+        with pytest.raises(ServerDiedError, match="does not prove its key"):
             JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20).request(
                 "GET", "/v1/models"
             )

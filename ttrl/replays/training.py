@@ -32,8 +32,8 @@ _FROM_CHECKPOINTS = (
 )
 _CHAIN = "Training again on the new grades, each iteration from the one before."
 _OFF_POLICY = (
-    "After iteration {}, the rollouts are off-policy: the run's policy sampled them, not this one.\n"
-    "Ratios use the sampler's log-probabilities; the effective sample size shows the difference."
+    "After iteration {}, the rollouts are off-policy: the run's policy sampled them, not ours.\n"
+    "Ratios use the sampler's log-probabilities; the effective sample size shows how they differ."
 )
 _HOW = {
     "checkpoints": "each iteration from the run's own checkpoint",

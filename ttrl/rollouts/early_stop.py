@@ -133,7 +133,6 @@ class InferenceEarlyStop:
     def _count_unknown(self, count: int) -> None:
         if not self.num_unknown:
             logger.warning(
-                "early stop: the server sends tokens without logprobs; they are passed over "
-                "(num_unknown counts them)"
+                "early stop skips tokens without logprobs from the server (num_unknown counts them)"
             )
         self.num_unknown += count

@@ -65,7 +65,7 @@ async def get_chat_completion(
     attempts have failed.
     """
     if isinstance(client, list | tuple):
-        raise UserError("client is a list; get_chat_completion asks one server")
+        raise UserError("client is a list; get_chat_completion asks one server: give one client")
     if not isinstance(sample, int) or isinstance(sample, bool) or sample < 0:
         raise UserError(f"sample is {sample!r}; give a whole number of at least 0")
     if (

@@ -98,14 +98,14 @@ class Canary:
         except (OSError, ValueError) as error:
             problem = f"cannot be read ({error})"
         raise ModelFolderError(
-            f"{path} {problem}; without it nobody can tell whether a server computes with these "
-            "weights; train the checkpoint again"
+            f"{path} {problem}; without it, ttrl cannot check a server's weights; train the "
+            "checkpoint again"
         )
 
     def __post_init__(self) -> None:
         """Raise ValueError for mismatched lists and invalid numbers."""
         if self.schema != 1:
-            raise ValueError(f"schema {self.schema}, this version reads 1")
+            raise ValueError(f"schema {self.schema}, but this version reads 1")
         if len(self.token_ids) < 2 or len(self.token_ids) != len(self.logprobs):
             raise ValueError(
                 f"{len(self.token_ids)} token ids and {len(self.logprobs)} logprobs; at least 2, "
@@ -114,9 +114,7 @@ class Canary:
         greedy = (self.greedy_token_ids, self.greedy_logprobs, self.greedy_margins)
         lengths = sorted({len(values) for values in greedy})
         if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(
-                f"greedy lists of lengths {lengths}; they must have one length, at least 1"
-            )
+            raise ValueError(f"greedy lists of lengths {lengths}; they need one length, at least 1")
         numbers = [*self.logprobs[1:], *self.greedy_logprobs, *self.greedy_margins]
         if not all(value is not None and math.isfinite(value) for value in numbers):
             raise ValueError("a log-probability that is not a finite number")
@@ -190,8 +188,8 @@ def check_canary(
     stale = cache_is_empty and cached > 0
     if stale and problem is None:
         problem = (
-            f"{cached} of the canary's {len(canary.token_ids)} tokens came from the prefix cache, "
-            "which was emptied: keys and values of the old weights"
+            f"{cached} of the canary's {len(canary.token_ids)} tokens came from the emptied prefix "
+            "cache: keys and values of the old weights"
         )
     differences = [
         abs(served - trained) if math.isfinite(served) else math.inf for _, served, trained in rows

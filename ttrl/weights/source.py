@@ -72,12 +72,12 @@ class Files:
             different = [name for name, sha in worker.items() if written.get(name, sha) != sha]
             if different:
                 found.append(
-                    f"{len(different)} tensors in the files are not those that the trainer wrote, "
-                    f"such as {different[0]}; they were damaged or replaced"
+                    f"{len(different)} tensors in the files differ from the trainer's, such as "
+                    f"{different[0]}; they were damaged or replaced"
                 )
             if unknown:
                 found.append(
-                    f"{len(unknown)} tensors in the files are none of the trainer's, such as "
+                    f"{len(unknown)} tensors in the files are unknown to the trainer, such as "
                     f"{unknown[0]}"
                 )
             if not worker:
@@ -108,12 +108,12 @@ class Handover:
         """
         if not self.is_written:
             raise ServerError(
-                f"the weights of {checkpoint} are in the trainer's memory alone (save_every), "
-                "and can't be read"
+                f"the weights of {checkpoint} are only in the trainer's memory (save_every), and "
+                "cannot be read"
             )
         while not (checkpoint / CANARY_FILE).is_file():  # the folder appears as a whole
             if not os.path.exists(self.memory) and not (checkpoint / CANARY_FILE).is_file():
-                raise ServerError(f"the trainer ended before it had written {checkpoint}")
+                raise ServerError(f"the trainer ended before it wrote {checkpoint}")
             time.sleep(_LOOK_SECONDS)
 
     @property
@@ -150,8 +150,8 @@ class Handover:
         if not wrong:
             return []
         return [
-            f"{len(dict.fromkeys(wrong))} tensors in memory are not those that the trainer wrote, "
-            f"such as {wrong[0]}"
+            f"{len(dict.fromkeys(wrong))} tensors in memory differ from the trainer's, such as "
+            f"{wrong[0]}"
         ]
 
 

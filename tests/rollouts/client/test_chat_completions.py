@@ -159,7 +159,7 @@ class Schema(openai.BaseModel):
         ({"timeout": 3}, "AsyncOpenAI\\(timeout="),
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"presence_penalty": float("inf")}, "JSON does not have"),
+        ({"presence_penalty": float("inf")}, "JSON cannot represent"),
         ({"seed": 1.5}, "seed"),
         ({"seed": "1"}, "seed"),
         ({"stop": {"a"}}, r"params\['stop'\] is a set, which is no JSON"),

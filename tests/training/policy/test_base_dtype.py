@@ -292,7 +292,7 @@ class TestGoingOn:
         said = f"lora_base_dtype is '{now}' and there '{before}'"
         with pytest.raises(ConfigError, match=re.escape(said)) as refusal:
             base_folder(adapter_config(tmp_path / "out", lora_base_dtype=now, dtype="bf16"))
-        assert ("which rounds" in str(refusal.value)) == ("nf4" not in (before, now))
+        assert ("this would round" in str(refusal.value)) == ("nf4" not in (before, now))
 
 
 def test_what_the_files_hold_is_told_without_loading_them(narrow, model_folder, tmp_path):

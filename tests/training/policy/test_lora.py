@@ -425,7 +425,7 @@ def test_what_a_model_or_machine_does_not_allow(model_folder):
         load_policy(
             adapter_config(model_folder("qwen2-tied"), lora_targets=["q_proj", "output"]), ALONE
         )
-    with pytest.raises(ConfigError, match="lora_targets is w3, and the model has none of them"):
+    with pytest.raises(ConfigError, match="lora_targets is w3, but the model has none of them"):
         load_policy(adapter_config(model_folder("phi"), lora_targets=["w3"]), ALONE)
     for settings, processes, fits in (
         ({}, 4, True),
@@ -476,10 +476,10 @@ def test_processes_share_four_bits_in_whole_blocks_or_not_at_all():
         (
             (6, 128),
             True,
-            r"w1 \[6, 128\] by its rows, whose number must be a multiple of 4; use fewer",
+            r"w1 \[6, 128\] by its rows, but their number is not a multiple of 4; use fewer",
         ),
-        ((6, 32), True, "rows, whose number must be a multiple of 8"),
-        ((8, 128), False, "columns, whose number must be a multiple of 256"),
+        ((6, 32), True, "rows, but their number is not a multiple of 8"),
+        ((8, 128), False, "columns, but their number is not a multiple of 256"),
     ):
         with pytest.raises(ConfigError, match=wanted):
             _check_parts("w1", shape, 4, by_rows=by_rows)

@@ -279,7 +279,7 @@ def broken_stream(place: str, has_begun: bool) -> RequestError:
     if has_begun:
         what = "in the middle of a completion"
     else:
-        what = "before anything came"
+        what = "before the first chunk"
     return RequestError(f"{place}: the stream ended {what}", "connection")
 
 

@@ -45,7 +45,7 @@ def unpack(
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError("not a message") from error
     if limit is not None and lengths:
-        raise ValueError("parts where there are none")
+        raise ValueError("unexpected parts")
     if len(buffer) < end + sum(lengths):
         return None
     parts = []
