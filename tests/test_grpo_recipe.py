@@ -30,7 +30,7 @@ def test_a_config_that_is_not_there_is_a_line_and_an_absent_model_stands_with_th
     monkeypatch.setattr("sys.argv", ["grpo_recipe", "--config", str(tmp_path / "none.yaml")])
     assert grpo_recipe.main() == 2
     assert capsys.readouterr().err.startswith(
-        f"error: --config is '{tmp_path}/none.yaml', a file that cannot be read: No such"
+        f"error: --config is '{tmp_path}/none.yaml', an unreadable file: No such"
     )
     with pytest.raises(ConfigError) as caught:
         GRPOConfig.parse({"model": "/not/there", "lr": -1}, "recipe config")

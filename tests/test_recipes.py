@@ -282,7 +282,7 @@ def test_absent_data_are_named_with_the_other_mistakes(
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("gsm8k", ["--data", "/not/there"], ["/not/there: no such file or folder"]),
+        ("gsm8k", ["--data", "/not/there"], ["/not/there is neither a file"]),
         (
             "spelling",
             ["--model", "/not/there", "--set", "max_token=9", "tasks_per_iteration=10000"],

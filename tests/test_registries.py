@@ -61,7 +61,7 @@ def test_a_registered_objective(vowels: None) -> None:
     assert objective_from(config).per_token
     own = ObjectiveConfig(objective="one_sided", clip_high=0.5)
     assert objective_from(own).policy_loss.function.keywords == {"clip_high": 0.5}
-    with pytest.raises(ConfigError, match=r"clip_low is 0.1, which does nothing with objective"):
+    with pytest.raises(ConfigError, match=r"clip_low is 0.1, but has no effect with objective"):
         ObjectiveConfig.parse({"objective": "one_sided", "clip_low": 0.1}, "here")
     with pytest.raises(ConfigError, match=r"no 'two_sided'; it has ppo, .*kl_cov, one_sided"):
         ObjectiveConfig.parse({"objective": "two_sided"}, "here")

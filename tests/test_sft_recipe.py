@@ -285,7 +285,7 @@ def test_a_run_in_pieces_is_the_same_as_a_whole_one(model, tmp_path):
 def test_an_end_must_be_given_and_be_within_reach(model, tmp_path):
     lines = [json.dumps(conversation("a?", "A"))]
     for settings in ({"steps": None}, {"flops": 1e9}):
-        with pytest.raises(ConfigError, match="give one of them: it says when to end"):
+        with pytest.raises(ConfigError, match="and both set the end; give one"):
             config(model, tmp_path, lines, **settings)
     with pytest.raises(
         ConfigError, match=r"less than half of one step of 64 conversations .*lower batch_size"

@@ -121,8 +121,8 @@ def test_a_file_is_not_written_over(
     ("content", "reference", "message"),
     [
         ("get_tasks = 3", "", "get_tasks is of type int; give a list of Task"),
-        ("def get_tasks(): return []", "", "get_tasks: there are no tasks"),
-        ("tasks = []", "", "file.py:tasks: there are no tasks"),
+        ("def get_tasks(): return []", "", "get_tasks is empty; give at least one task"),
+        ("tasks = []", "", "file.py:tasks is empty; give at least one task"),
         ("def get_tasks(): return ['a']", "", "1 of 1 are not Tasks, the first is of type str"),
         ("def get_tasks(): 1 / 0", "", "calling it failed: ZeroDivisionError: division by zero"),
         ("def other(): pass", "", "has no 'get_tasks'"),

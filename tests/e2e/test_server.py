@@ -254,7 +254,7 @@ def test_a_checkpoint_that_vllm_refuses(server, first, folder):
     (broken / "model.safetensors").write_bytes(b"\0" * 1000)
     with pytest.raises(ServerStartError, match=r"(?s)exit code.*[Ss]afetensor"):
         sync_weights(server, broken)
-    with pytest.raises(ServerDiedError, match="does not run"):
+    with pytest.raises(ServerDiedError, match="is not running"):
         server.check()
     assert sync_weights(server, first, mode="restart").mode == "restart"
 

@@ -372,7 +372,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         "tempreature",
         "nothing does not exist",
         "gsm8k has no option 'stlye'; it has style",
-        "/nope: no such file",
+        "/nope is neither a file",
         "no tasks are called 'foo'",
         "letter_counting has 'train', 'validation'",
         "nyt_connections needs data",

@@ -452,10 +452,10 @@ def test_an_iteration_is_done_again_whose_start_was_not_written(world, beside, m
     [
         ({"weight_sync": "reload"}, "servers read the files of each iteration"),
         ({"training": {"lora_rank": 4}}, "an adapter's files are small"),
-        ({"trainer": "once"}, "gone by then"),
+        ({"trainer": "once"}, "ended by then"),
         ({"cache": ["somewhere"]}, "cache"),
         ({"joined_servers": ["http://10.0.0.7:8000"]}, "joined servers"),
-        ({"keep_every": 7}, "multiple of save_every"),
+        ({"keep_every": 7}, "multiples of save_every"),
     ],
 )
 def test_where_files_are_needed_it_is_refused(world, settings, what, monkeypatch):

@@ -269,5 +269,5 @@ def test_a_child_that_fails_is_told(monkeypatch):
     with pytest.raises(UserError, match=r"cannot use the GPU: RuntimeError: driver too old; `ttrl"):
         in_child("raise RuntimeError('driver too old')")
     monkeypatch.setattr("ttrl.system.gpus._SECONDS", 0.2)
-    with pytest.raises(UserError, match=r"did not answer within 0\.2 s"):
+    with pytest.raises(UserError, match=r"did not report the GPU within 0\.2 s"):
         in_child("import time; time.sleep(60)")

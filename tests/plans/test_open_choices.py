@@ -592,7 +592,7 @@ def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
     gpus[:] = [1e6]
     events = list(world.events)
     with pytest.raises(
-        ConfigError, match=r"nproc_per_node is 2, but this machine has 1 GPU.* begin another one"
+        ConfigError, match=r"nproc_per_node is 2, but this machine has 1 GPU.* start a new run"
     ):
         world.train(device="cuda", iterations=3)
     with pytest.raises(ConfigError, match="does not fit"):

@@ -564,7 +564,7 @@ def test_rollouts_that_fail_cost_their_samples_alone(kit):
         (silent, "RolloutError: PLACE: the rollout ended without asking the model", 0),
         (
             no_number,
-            "GraderError: PLACE: the rollout returned 'good'; a rollout returns a finite number",
+            "GraderError: PLACE: the rollout returned 'good'; a rollout must return a finite number",
             1,
         ),
         (
@@ -575,7 +575,7 @@ def test_rollouts_that_fail_cost_their_samples_alone(kit):
         (beyond_exceptions, "RolloutError: PLACE: the rollout raised .*OwnError: stop", 1),
         (
             beyond_floats,
-            "GraderError: PLACE: the rollout returned 1000.*; a rollout returns a finite number",
+            "GraderError: PLACE: the rollout returned 1000.*; a rollout must return a finite number",
             1,
         ),
         (

@@ -692,7 +692,7 @@ def test_a_marker_of_any_size_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_store, "_MOST_READ", 1000)
     store = MirrorStore(str(tmp_path))
     store.write("owner.json", b"x" * 1001)
-    with pytest.raises(OSError, match="at most are read; no run writes so much there: remove it"):
+    with pytest.raises(OSError, match="no run writes that much there: remove it"):
         store.read("owner.json")
     store.write("owner.json", b"x" * 1000)
     assert len(store.read("owner.json")) == 1000

@@ -271,7 +271,7 @@ def test_a_site_with_another_base_is_refused(joined, checkpoint):
     site.fetching._model = shutil.copytree(site.model, site.model.parent / "other")
     (site.fetching._model / "chat_template.jinja").write_text("another")
     (site.fetching._model / "tokenizer.json").unlink()
-    wrong = r"not the one that the run began with, .*: chat_template.jinja, tokenizer.json differ"
+    wrong = r"differs from the run's starting model, .*: chat_template.jinja, tokenizer.json differ"
     with pytest.raises(WeightSyncError, match=wrong), server.bring(checkpoint):
         pass
     assert not stored

@@ -210,7 +210,7 @@ def test_a_row_for_each_word(caplog):
     (three,) = read_puzzles(rows, "x")
     assert (
         three.id == "3"
-        and "x: 2 of 3 games are left out, as words are missing: ['1', '2']" in caplog.text
+        and "x: 2 of 3 games are left out because of missing words: ['1', '2']" in caplog.text
     )
     with pytest.raises(TaskError, match="x: words are missing in all of its 1 games"):
         read_puzzles(rows[:15], "x")

@@ -692,8 +692,8 @@ def test_adapters_that_are_fetched_are_never_merged(make, syncs, tmp_path, monke
 def test_what_fetching_adapters_takes(change, monkeypatch):
     monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
     problem = (
-        "adapters is 'mirror', which takes a mirror, joined_servers, and adapters as vLLM serves "
-        "them"
+        "adapters is 'mirror', but that needs a mirror, joined_servers, and adapters supported by "
+        "vLLM"
     )
     assert any(line.startswith(problem) for line in config_of(**FETCHED | change).problems())
     assert config_of(**FETCHED).gives_adapters and not config_of(**FETCHED).problems()
@@ -752,17 +752,17 @@ def test_the_key_of_joined_servers(monkeypatch):
     assert "secret" not in str(config_of(**JOINED).to_dict())
     monkeypatch.setenv("TTRL_SERVER_KEY", "two\nlines")
     [problem] = config_of(**JOINED).server_problems()
-    assert "is not one ASCII word" in problem and "two\n" not in problem
+    assert "is not a single ASCII word" in problem and "two\n" not in problem
 
 
 @pytest.mark.parametrize(
     "settings, problem",
     [
         ({"servers": -1}, "servers is -1"),
-        ({"servers": 0}, "nobody would sample"),
+        ({"servers": 0}, "no server would sample"),
         ({"joined_servers": ["10.0.0.7:8000"]}, "is not an address such as"),
         ({"joined_servers": ["http://h:80x"]}, "is not an address such as"),
-        ({"joined_servers": ["http://user:secret@h:1"]}, "keys go into a file"),
+        ({"joined_servers": ["http://user:secret@h:1"]}, "put keys into TTRL_SERVER_KEY"),
         ({"joined_servers": ["http://h:1", "http://h:1/v1"]}, "names a server twice"),
     ],
 )

@@ -62,9 +62,9 @@ def read_settings(path: str) -> dict[str, Any] | str:
         with open(path, encoding="utf-8") as file:
             found = yaml.safe_load(file)
     except OSError as error:
-        return f"a file that cannot be read: {error.strerror}"
+        return f"an unreadable file: {error.strerror}"
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return f"which is not YAML: {' '.join(str(error).split())[:200]}"
+        return f"not YAML: {' '.join(str(error).split())[:200]}"
     if isinstance(found, dict):
         return found
     return "a file without settings in it"
@@ -296,8 +296,8 @@ class TrainingConfig(Config):
             found.append(f"lr_schedule {self.lr_schedule!r} needs total_steps")
         if self.lr_schedule == "constant" and self.total_steps is not None:
             found.append(
-                f"total_steps is {self.total_steps}, which does nothing with lr_schedule "
-                "'constant'; choose another one"
+                f"total_steps is {self.total_steps}, but has no effect with lr_schedule "
+                "'constant'; choose another schedule, or leave it out"
             )
         elif self.total_steps is not None and self.warmup_steps >= self.total_steps:
             found.append(
@@ -321,22 +321,21 @@ class TrainingConfig(Config):
             )
         if self.optimizer_on_cpu and self.max_grad_norm is not None:
             found.append(
-                "optimizer_on_cpu copies each gradient before the global norm is known, so that "
-                "clipping would change nothing; "
-                "set max_grad_norm to null, or switch it off"
+                "optimizer_on_cpu copies each gradient before the global norm is known, so "
+                "clipping would have no effect; set max_grad_norm to null, or switch it off"
             )
         if self.optimizer_on_cpu and self.cpu_offload:
             found.append(
                 "cpu_offload already has the optimizer on the CPU; switch optimizer_on_cpu off"
             )
         if self.optimizer_on_cpu and self.optimizer != "adamw":
-            found.append(f"optimizer_on_cpu is for optimizer 'adamw', not {self.optimizer!r}")
+            found.append(f"optimizer_on_cpu needs optimizer 'adamw', not {self.optimizer!r}")
         if not self.activation_checkpointing:
             for name, plain in (("checkpoint_every", 1), ("checkpoint_keeps", "nothing")):
                 if getattr(self, name) != plain:
                     found.append(
-                        f"{name} is {getattr(self, name)!r}, which does nothing without "
-                        "activation_checkpointing"
+                        f"{name} is {getattr(self, name)!r}, but has no effect without "
+                        "activation_checkpointing; leave it out"
                     )
         if self.compile and self.checkpoint_keeps != "nothing":
             found.append(
@@ -345,10 +344,9 @@ class TrainingConfig(Config):
             )
         if self.compile and self.tensor_parallel > 1:
             found.append(
-                "compile with tensor_parallel; PyTorch's compiler loses how gradients of such "
-                "layers are spread over processes: "
-                "switch compile off, or set tensor_parallel to 1 (layers that are sharded by "
-                "FSDP2 can be compiled)"
+                "compile with tensor_parallel: PyTorch's compiler loses track of how these "
+                "layers' gradients are sharded. Switch compile off, or set tensor_parallel to 1 "
+                "(layers sharded by FSDP2 can be compiled)"
             )
         return found
 
@@ -363,37 +361,41 @@ class TrainingConfig(Config):
                 for name in names
                 if getattr(self, name) != plain.get(name, getattr(TrainingConfig, name, None))
             ]
-            return [f"{name} is {getattr(self, name)!r} without lora_rank" for name in given]
+            return [
+                f"{name} is {getattr(self, name)!r} without lora_rank; set lora_rank, or leave it "
+                "out"
+                for name in given
+            ]
         found = (
             self.at_least(1, "lora_rank")
             + self.above_zero("lora_alpha")
             + self.within("[0, 1)", "lora_dropout")
         )
         if not self.lora_targets:
-            found.append("lora_targets is empty; nothing would be trained")
+            found.append(
+                "lora_targets is empty: nothing would be trained; name matrices, or leave it out"
+            )
         if len(set(self.lora_targets)) < len(self.lora_targets):
             found.append(f"lora_targets names a matrix twice: {', '.join(self.lora_targets)}")
         if self.lora_dropout > 0 and "output" in self.lora_targets:
             found.append(
-                "lora_dropout with an adapter on 'output', which is merged in each pass and "
-                "drops nothing: leave one out"
+                "lora_dropout with an adapter on 'output': that adapter is merged in each pass, "
+                "and nothing is dropped; leave one out"
             )
         if self.lora_base_dtype == "nf4":
             for name in ("compile", "cpu_offload"):
                 if getattr(self, name):
-                    found.append(
-                        f"lora_base_dtype 'nf4' with {name}; they do not work together: choose one"
-                    )
+                    found.append(f"lora_base_dtype 'nf4' does not work with {name}; choose one")
             if "output" in self.lora_targets:
                 found.append(
-                    "lora_base_dtype 'nf4' with an adapter on 'output'; no head is held in 4 "
-                    "bits: leave it out"
+                    "lora_base_dtype 'nf4' with an adapter on 'output': the head is never held in "
+                    "4 bits; leave it out"
                 )
         return found
 
     def _without_cuda(self) -> list[str]:
         return [
-            f"{name} needs a CUDA device, and this runs on the CPU"
+            f"{name} needs a CUDA device, but this runs on the CPU; leave it out"
             for name in _CUDA_ONLY
             if getattr(self, name)
         ]
@@ -407,36 +409,35 @@ class TrainingConfig(Config):
             found = []
         if self.optimizer_on_cpu and processes > 1:
             found.append(
-                f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload"
+                f"optimizer_on_cpu works in one process, but there are {processes}; use cpu_offload"
             )
         if self.lora_base_dtype == "bf16" and self.dtype != "bf16":
             found.append(
-                f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or leave "
+                f"lora_base_dtype is 'bf16' but dtype is {self.dtype!r}; compute in bf16, or leave "
                 "lora_base_dtype out"
             )
         if self.lora_base_dtype == "nf4" and 1 < self.tensor_parallel < processes:
             found.append(
-                f"lora_base_dtype is 'nf4' and tensor_parallel {self.tensor_parallel}, with "
-                f"{processes} processes; what is in 4 "
-                f"bits is shared in one way: set tensor_parallel to 1 or {processes}"
+                f"lora_base_dtype is 'nf4' with tensor_parallel {self.tensor_parallel} and "
+                f"{processes} processes, but weights in 4 bits can only be shared in one way: set "
+                f"tensor_parallel to 1 or {processes}"
             )
         parts = self.tensor_parallel
         if parts == 1:
             return found
         if processes % parts:
             found.append(
-                f"tensor_parallel is {parts}, which does not divide the number of processes, "
-                f"{processes}; start "
-                f"{math.lcm(processes, parts)} (torchrun's --nproc_per_node and --nnodes), or "
-                "take a divisor"
+                f"tensor_parallel is {parts}, but the number of processes is {processes}, not a "
+                f"multiple; start {math.lcm(processes, parts)} (torchrun's --nproc_per_node and "
+                "--nnodes), or choose a divisor"
             )
         heads = shape.get("num_attention_heads")
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             count = shape.get(name) or (heads if name == "num_key_value_heads" else None)
             if isinstance(count, int) and count % parts:
                 found.append(
-                    f"tensor_parallel is {parts}, which does not divide the model's {name}, "
-                    f"{count}; take a divisor"
+                    f"tensor_parallel is {parts}, but the model's {name} is {count}, not a "
+                    "multiple; choose a divisor"
                 )
         return found
 
@@ -553,8 +554,8 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
         found = super().problems_here(device, processes, shape)
         if self.router_replay and not has_experts(shape):
             found.append(
-                "router_replay is for mixtures of experts, and the model's config.json names "
-                "none; leave it out"
+                "router_replay is for mixtures of experts, but the model's config.json has no "
+                "experts; leave it out"
             )
         return found
 
@@ -568,7 +569,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
         if (self.sampler_model is None) != (self.sampler_version is None):
             found.append(
                 "sampler_model and sampler_version go together: the folder of a policy and its "
-                "version in the pack"
+                "version in the pack; set both, or none"
             )
         if (
             self.off_policy != "none"
@@ -578,8 +579,8 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
         ):
             found.append(
                 f"objective {self.objective!r} with off_policy {self.off_policy!r} and "
-                "updates_per_iteration 1; it acts where the policy has moved from that which the "
-                "one update starts from: take 2 or more updates"
+                "updates_per_iteration 1 has no effect: it acts only after the policy has moved; "
+                "set updates_per_iteration to 2 or more"
             )
         return found
 
@@ -617,7 +618,7 @@ class SFTConfig(TrainingConfig):
         )
         if (self.steps is None) == (self.flops is None):
             found.append(
-                f"steps is {self.steps} and flops is {self.flops}; give one of them: it says "
-                "when to end"
+                f"steps is {self.steps} and flops is {self.flops}, and both set the end; give one "
+                "of them"
             )
         return found

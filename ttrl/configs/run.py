@@ -352,9 +352,7 @@ class TrainConfig(Config):
     """
 
     gone: ClassVar[Mapping[str, str]] = {
-        "rdzv_endpoint": (
-            "several machines train on a Ray cluster (`cluster`), where they find each other"
-        ),
+        "rdzv_endpoint": ("several machines train on a Ray cluster (`cluster`)"),
         "joined_key_file": "the key is in the environment variable TTRL_SERVER_KEY",
         "joined_run": (
             "servers on other hosts find the run folder at the same path; mount it there, or "
@@ -437,8 +435,8 @@ class TrainConfig(Config):
                 yaml.safe_dump(getattr(self, name))
             except yaml.YAMLError as error:
                 found.append(
-                    f"{name} holds what config.yaml cannot ({error.args[-1]!r}); use plain "
-                    "numbers, strings and lists"
+                    f"{name} holds {error.args[-1]!r}, and config.yaml cannot; use plain numbers, "
+                    "strings and lists"
                 )
         return found
 
@@ -446,33 +444,33 @@ class TrainConfig(Config):
         found = []
         if self.temperature == 0:
             found.append(
-                "temperature is 0; greedy samples of a task are all the same, so nothing could "
-                "be learned from them"
+                "temperature is 0: greedy samples of a task are equal, and teach nothing; set it "
+                "above 0"
             )
         if self.samples_per_task == 1:
             found.append(
-                "samples_per_task is 1; advantages compare the samples of a task, so there must "
-                "be at least 2"
+                "samples_per_task is 1; advantages compare the samples of a task: set it to 2 or "
+                "more"
             )
         if self.max_staleness is not None and self.tokens_per_iteration is None:
             found.append(
-                "max_staleness is given without tokens_per_iteration; no completion gets old "
-                "without a budget"
+                "max_staleness is set without tokens_per_iteration, but completions get old only "
+                "with a budget; set both, or none"
             )
         if self.early_stop is not None:
             if self.tokens_per_iteration is not None:
                 found.append(
-                    "early_stop is given with tokens_per_iteration; completions that a budget "
-                    "cuts off are not streamed"
+                    "early_stop is set with tokens_per_iteration, but completions with a budget "
+                    "are not streamed; leave one out"
                 )
             unknown = self.early_stop.keys() - {"alpha", "threshold"}
             found += [
-                f"early_stop: unknown key {name!r}; there are 'alpha' and 'threshold'"
+                f"early_stop: unknown key {name!r}; choose from 'alpha' and 'threshold'"
                 for name in sorted(unknown)
             ]
         if self.dynamic_sampling is None:
             if self.max_extra_tasks is not None:
-                found.append("max_extra_tasks is given without dynamic_sampling; they go together")
+                found.append("max_extra_tasks is set without dynamic_sampling; set both, or none")
         elif self.dynamic_sampling > (most := self.tasks_per_iteration + self.extra_task_limit):
             found.append(
                 f"dynamic_sampling is {self.dynamic_sampling}, but an iteration has at most "
@@ -480,14 +478,13 @@ class TrainConfig(Config):
             )
         if self.off_policy_steps and self.weight_sync == "sleep":
             found.append(
-                "off_policy_steps is 1 with weight_sync 'sleep'; the server samples while the "
-                "trainer works, so it cannot sleep: "
-                "choose weight_sync 'reload', or off_policy_steps 0"
+                "off_policy_steps is 1 with weight_sync 'sleep', but the server cannot sleep: it "
+                "samples during training. Choose weight_sync 'reload', or off_policy_steps 0"
             )
         if 0 < self.seq_len < self.max_tokens and self.too_long in ("drop", "error"):
             found.append(
-                f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}: raise it, or "
-                "set too_long 'truncate'"
+                f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}: raise it, or set "
+                "too_long to 'truncate'"
             )
         return found + sampling_problems(self.sampling)
 
@@ -511,8 +508,8 @@ class TrainConfig(Config):
             found.append(f"training is {self.training!r}, {read_settings(self.training)}")
         if (self.aggregation == "constant") != (self.constant_length is not None):
             found.append(
-                f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; "
-                "they go together"
+                f"aggregation is {self.aggregation!r} with constant_length {self.constant_length}; "
+                "'constant' needs a length, the others take none"
             )
         try:
             recipe = self.recipe_config({"seed": 0})  # a wrong seed is reported by its own name
@@ -522,13 +519,12 @@ class TrainConfig(Config):
             recipe.lora_merge or not self.joined_servers or not (self.mirror or "://" in self.run)
         ):
             rank = (
-                f"lora_rank up to {LORA_RANKS[-1]} (a third of that for a model that is not here "
-                "yet)"
+                f"lora_rank up to {LORA_RANKS[-1]} (a third of that for a model not downloaded yet)"
             )
             kind = f"{rank}, and neither DoRA, 4 bits, adapters on the head nor GPT-2"
             found.append(
-                "adapters is 'mirror', which takes a mirror, joined_servers, and adapters as "
-                f"vLLM serves them ({kind})"
+                "adapters is 'mirror', but that needs a mirror, joined_servers, and adapters "
+                f"supported by vLLM ({kind})"
             )
         if not (recipe.value_head or recipe.token_rewards == "implicit"):
             return found
@@ -538,8 +534,8 @@ class TrainConfig(Config):
             maker = "token_rewards 'implicit'"
         defaults = self.defaults()
         return found + [
-            f"{name} is {getattr(self, name)!r}, which does nothing with {maker}: the recipe "
-            "makes advantages of graders' rewards"
+            f"{name} is {getattr(self, name)!r}, but has no effect with {maker}: then the recipe "
+            "computes advantages of graders' rewards; leave it out"
             for name in (
                 "advantages",
                 "advantage_std_floor",
@@ -564,8 +560,8 @@ class TrainConfig(Config):
             found = [f"save_every is {self.save_every}, but {why}: leave it at 1"]
         if self.keep_every is not None and self.keep_every % self.save_every:
             found.append(
-                f"keep_every is {self.keep_every}; take a multiple of save_every, "
-                f"{self.save_every}: no other is written"
+                f"keep_every is {self.keep_every}, but only multiples of save_every "
+                f"({self.save_every}) are written; choose one"
             )
         return found
 
@@ -575,7 +571,7 @@ class TrainConfig(Config):
         for name, value in self.drift_limits.items():
             if name not in LIMIT_NAMES:
                 found.append(
-                    f"drift_limits: unknown limit {name!r}; there are {', '.join(LIMIT_NAMES)}"
+                    f"drift_limits: unknown limit {name!r}; choose from {', '.join(LIMIT_NAMES)}"
                 )
             elif value is not None and (
                 isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
@@ -596,10 +592,13 @@ class TrainConfig(Config):
         if self.cluster is not None and self.weight_sync not in ("auto", "reload"):
             found.append(
                 f"weight_sync is {self.weight_sync!r}, but the servers of a cluster read files: "
-                "auto or reload"
+                "choose 'auto' or 'reload'"
             )
         if self.servers_in_all < 1:
-            found.append("servers is 0 and joined_servers is empty; nobody would sample")
+            found.append(
+                "servers is 0 and joined_servers is empty, so no server would sample; set one of "
+                "them"
+            )
         return found
 
     def local_problems(self) -> list[str]:
@@ -617,12 +616,13 @@ class TrainConfig(Config):
             return found
         if self.cluster is None:
             found.append(
-                f"nnodes is {self.nnodes}, which needs a Ray cluster: set `cluster` "
+                f"nnodes is {self.nnodes}, but that needs a Ray cluster: set `cluster` "
                 "(docs/how-to/several_machines.md)"
             )
         if self.trainer != "resident":
             found.append(
-                f"nnodes is {self.nnodes}, which needs trainer: resident; the other nodes follow it"
+                f"nnodes is {self.nnodes}, but the other nodes follow a resident trainer: set "
+                "trainer to 'resident'"
             )
         return found
 
@@ -723,17 +723,17 @@ class TrainConfig(Config):
         transfer from memory.
         """
         if self.trainer != "resident":
-            yield "trainer 'once' is gone by then"
+            yield "trainer 'once' has ended by then"
         if self.nnodes > 1:
             yield "several machines train"
         if self.recipe_settings.get("lora_rank") is not None:
-            yield "an adapter's files are small, and vLLM loads adapters from nowhere else"
+            yield "an adapter's files are small, and vLLM loads adapters only from files"
         if self.cluster is not None:
             yield "the servers of a cluster read files"
         if self.servers == 0 or (self.joined_servers and not all_of_them):
             yield "joined servers read files"
         if self.cache and not all_of_them:
-            yield "the cache goes by what files hold"
+            yield "the cache is keyed by the files' content"
 
     def joined_keys(self) -> dict[str, str]:
         """Return the key of each joined server. Raises ConfigError if one is unknown."""

@@ -53,7 +53,7 @@ def plan(
         )
     if probe and (config.nnodes > 1 or config.joined_servers):
         raise UserError(
-            "a probe measures this machine alone: leave out nnodes and joined_servers, or plan "
+            "a probe measures only this machine: leave out nnodes and joined_servers, or plan "
             "without a probe"
         )
     made = make_plan(config, tasks, validation_tasks, assumptions=assumptions, **options)

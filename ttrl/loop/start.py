@@ -71,7 +71,7 @@ def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) ->
         from ttrl.cluster.lead import run_detached
     except ModuleNotFoundError as error:
         raise UserError(
-            f"cluster is {config.cluster!r}, and Ray cannot be loaded ({error}): pip install "
+            f"cluster is {config.cluster!r}, but Ray cannot be loaded ({error}): pip install "
             "'ttrl[cluster]'"
         ) from error
     if os.path.isdir(config.model):

@@ -58,13 +58,13 @@ class Grade:
         number = _number(reward)
         if number is None:
             raise GraderError(
-                f"{where}: the {who} returned {short(output, 80)}; a {who} returns a finite "
-                "number or (number, metrics)"
+                f"{where}: the {who} returned {short(output, 80)}; a {who} must return a "
+                "finite number or (number, metrics)"
             )
         if abs(number) > LARGEST_REWARD:
             raise GraderError(
-                f"{where}: the {who} returned the reward {number:g}, beyond ±{LARGEST_REWARD:g}; "
-                "no gradient could be computed with it: scale it down, or clip it"
+                f"{where}: the {who} returned the reward {number:g}, beyond ±{LARGEST_REWARD:g}, "
+                "too large for a gradient; scale it down, or clip it"
             )
         if not isinstance(metrics, Mapping):
             raise GraderError(
@@ -204,8 +204,8 @@ class Task:
             self.grader is not None or (self.rollout is None and self.group_grader is None)
         ):
             raise TaskError(
-                f"{name}: grader is {short(self.grader, 80)}; give a function of the choice that "
-                "returns a reward"
+                f"{name}: grader is {short(self.grader, 80)}; give a function from a choice to a "
+                "reward"
             )
         if not isinstance(self.limits, RolloutLimits):
             raise TaskError(
@@ -214,8 +214,8 @@ class Task:
             )
         if type(self.level) is not int:
             raise TaskError(
-                f"{name}: level is {short(self.level, 80)}; give a whole number, of which lower "
-                "ones are easier"
+                f"{name}: level is {short(self.level, 80)}; give a whole number, lower for easier "
+                "tasks"
             )
         if not self.id:
             content = json.dumps(self.messages, sort_keys=True, default=str)
@@ -348,7 +348,8 @@ class Chat:
         if self._is_asking:
             await asyncio.sleep(0)  # a caller's retry loop must let the reply come
             raise RolloutError(
-                "this chat is waiting for a reply; ask at the same time in a copy, chat.copy()"
+                "this chat is waiting for a reply; for requests at the same time, use a copy: "
+                "chat.copy()"
             )
         added = (
             [{"role": "user", "content": new}]

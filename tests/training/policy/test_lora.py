@@ -327,7 +327,7 @@ def test_a_base_in_bf16_is_half_as_large_and_computes_what_autocast_does(
         "test",
     )
     [problem] = adapter_config(lora_base_dtype="bf16").problems_here("cpu", 1, {})
-    assert "lora_base_dtype is 'bf16' and dtype 'fp32'" in problem
+    assert "lora_base_dtype is 'bf16' but dtype is 'fp32'" in problem
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -400,7 +400,7 @@ def test_magnitudes_are_never_gathered_in_bf16():
         ),
         ({"lora_targets": []}, "lora_targets is empty"),
         ({"lora_targets": ["w1", "w1"]}, "names a matrix twice"),
-        ({"lora_targets": ["lm_head"]}, "it must be a list of which each is one of 'q_proj'"),
+        ({"lora_targets": ["lm_head"]}, "it must be a list with each item one of 'q_proj'"),
         ({"lora_base_dtype": "nf4", "compile": True}, "lora_base_dtype 'nf4' with compile"),
         (
             {"lora_base_dtype": "nf4", "lora_targets": ["output"]},
