@@ -63,12 +63,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_lines_are_as_short_as_those_of_the_code(page: Path) -> None:
-    """Tables and examples may be wider; the history of changes keeps its 130 columns."""
-    columns = 130 if page.name == "CHANGELOG.md" else 100
+    """Tables and examples may be wider."""
     assert not [
         line
         for line in prose(page).split("\n")
-        if len(line) > columns and not line.startswith(("|", "    "))
+        if len(line) > 100 and not line.startswith(("|", "    "))
     ]
 
 
