@@ -104,6 +104,11 @@ class Sample:
 
     With `turns`, they cover all of them, one after another; text and finish reason are the last
     turn's, and `prompt_token_ids` the first one's.
+
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> sample = Sample(task_id="sums/1", sample=0, messages=[question], text="4", reward=1.0)
+    >>> sample.where
+    "task 'sums/1', sample 0"
     """
 
     task_id: str
@@ -235,7 +240,16 @@ class Sample:
 
 @dataclass(kw_only=True)
 class TaskResult:
-    """The samples of one task, in order of their numbers, failed ones included."""
+    """The samples of one task, in order of their numbers, failed ones included.
+
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> samples = [
+    ...     Sample(task_id="sums/1", sample=number, messages=[question], text=text, reward=reward)
+    ...     for number, (text, reward) in enumerate([("4", 1.0), ("5", 0.0)])
+    ... ]
+    >>> TaskResult(task_id="sums/1", messages=[question], samples=samples).rewards
+    [1.0, 0.0]
+    """
 
     task_id: str
     messages: list[Message]
@@ -267,6 +281,14 @@ class TokenizedResult:
 
     (Packing moves labels, logprobs, advantages and masks to the predicting position; nothing here
     is shifted.)
+
+    >>> sample = TokenizedResult(
+    ...     task_id="sums/1", sample=0, token_ids=[5, 6, 7], assistant_mask=[False, False, True],
+    ...     input_pos=[0, 1, 2], logprobs=[math.nan, math.nan, -0.5], prompt_length=2,
+    ...     reward=1.0, advantage=0.5,
+    ... )
+    >>> sample.where
+    "task 'sums/1', sample 0"
     """
 
     task_id: str

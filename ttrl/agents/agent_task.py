@@ -65,6 +65,17 @@ def agent_task(
         Waiting for a turn does not count towards `limits.seconds`.
 
     Raises TaskError for an agent of any other type.
+
+    >>> async def agent(session):
+    ...     from openai import AsyncOpenAI
+    ...     client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+    ...     await client.chat.completions.create(model=session.model, messages=session.messages)
+    >>> def right(choice):
+    ...     return float("5" in choice.message.content)
+    >>> task = agent_task(agent, right, messages="What is 2 + 3?", id="sums/5")
+    >>> server = "http://127.0.0.1:8000/v1"
+    >>> asyncio.run(get_task_results([task], server, "m", n=2, pbar=False)).stats.reward_mean
+    1.0
     """
     is_command = (
         isinstance(agent, Sequence)

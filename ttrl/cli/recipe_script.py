@@ -71,6 +71,9 @@ def script_arguments(
     by --set; `options` adds more. Raises ConfigError if --set contradicts another option.
 
     `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
+
+        arguments = script_arguments("Sums.", run="runs/sums", iterations=20, model="smollm2-135m")
+        print(arguments.run, arguments.model, arguments.iterations)
     """
     speak_in_lines()
     errors_in_lines(TtrlError, KeyboardInterrupt)
@@ -312,6 +315,20 @@ def run_recipe(
     """Train; return `what` of the held-out tasks before and after, and the place of the results.
 
     With --check, only check; with --tiny, try the recipe out. Raises the errors of `train`.
+
+        def task(number: int) -> Task:
+            question = f"What is {number} + 1? Answer with the number."
+            return Task(
+                [{"role": "user", "content": question}],
+                lambda choice: float(choice.message.content == str(number + 1)),
+            )
+
+        arguments = script_arguments("Sums.", run="runs/sums", iterations=20, model="smollm2-135m")
+        config = TrainConfig(
+            run=arguments.run, model=arguments.model, iterations=arguments.iterations, max_tokens=16
+        )
+        tasks = [task(number) for number in range(100)]
+        run_recipe(arguments, config, tasks[:84], tasks[84:], what="right sums")
     """
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(

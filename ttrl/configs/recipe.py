@@ -444,7 +444,14 @@ class TrainingConfig(Config):
 
 @settings
 class GRPOConfig(ObjectiveConfig, TrainingConfig):
-    """One iteration of `tune run ttrl/grpo_recipe`."""
+    """One iteration of `tune run ttrl/grpo_recipe`.
+
+    >>> config = TrainConfig(
+    ...     run="runs/sums", model="tiny", iterations=2, training=GRPOConfig(lr=1e-5, lora_rank=8)
+    ... )
+    >>> config.recipe_settings["lora_rank"]
+    8
+    """
 
     packed: str = required()
     """The packed.safetensors to train on. If it holds reference log-probabilities, they are used

@@ -54,7 +54,14 @@ SET_BY_THE_LOOP = (
 
 @settings
 class TrainConfig(Config):
-    """A run: `train(TrainConfig(...), tasks, validation_tasks)`."""
+    """A run: `train(TrainConfig(...), tasks, validation_tasks)`.
+
+    >>> config = TrainConfig(
+    ...     run="runs/sums", model="smollm2-135m", iterations=10, training={"lr": 1e-5}
+    ... )
+    >>> config.problems()
+    []
+    """
 
     run: str
     """The run folder. The same command on the same folder continues where it stopped."""

@@ -61,6 +61,16 @@ class TaskResultTokenizer:
     template_kwargs: see `ttrl.data.chat.templates.tokenize_chat`. end_of_turn: False if
     stop strings may have ended the answers: no end-of-turn token is then known to be sampled, and
     none is trained.
+
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> sample = Sample(
+    ...     task_id="sums/1", sample=0, messages=[question], text="4", reward=1.0,
+    ...     prompt_token_ids=[5, 6], token_ids=[7], logprobs=[-0.5], finish_reason="stop",
+    ... )
+    >>> result = TaskResult(task_id="sums/1", messages=[question], samples=[sample])
+    >>> [tokenized] = TaskResultTokenizer()(result, advantages=[0.5])
+    >>> tokenized.token_ids, tokenized.prompt_length
+    ([5, 6, 7], 2)
     """
 
     def __init__(

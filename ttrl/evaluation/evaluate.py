@@ -265,6 +265,13 @@ def evaluate(
     same, unless the server failed. Raises ConfigError, with all problems, before a server starts.
     If no family has a grade, raises ServerError, GraderError or RolloutError with the commonest
     reason.
+
+    >>> def right(choice):
+    ...     return float("5" in choice.message.content)
+    >>> tasks = [Task([{"role": "user", "content": "What is 2 + 3?"}], right)]
+    >>> found = evaluate("http://127.0.0.1:8000/v1", {"sums": tasks}, quiet=True)
+    >>> found["sums"].mean_reward
+    1.0
     """
     return run_evaluation(EvalConfig(model=model, tasks=tasks, **settings))
 

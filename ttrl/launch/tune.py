@@ -58,6 +58,11 @@ def tune(
 
     Raises TrainerError, ending with the last lines of the log, if a process fails or leaves no
     checkpoint; StorageError if the recipe reported a full disk.
+
+        checkpoint = tune(
+            {"model": "models/tiny", "packed": "packed.safetensors", "output_dir": "out"},
+            "recipe.yaml",
+        )
     """
     write_recipe_config(config, config_path)
     output = Path(config["output_dir"])

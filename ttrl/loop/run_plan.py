@@ -39,6 +39,11 @@ def plan(
     recipe_only: plan only the trainer, as for a config of `recipe_configs/`.
 
     Raises ConfigError, ModelFolderError, UserError; with `probe`, any error of a run.
+
+    >>> config = TrainConfig(run="runs/plan", model="Qwen/Qwen3-4B", iterations=100)
+    >>> planned = plan(config, gpu="8xH100", price_per_hour=20.0)
+    >>> planned.memory.peak < planned.machine.memory
+    True
     """
     options: dict[str, Any] = {
         "gpu": gpu,

@@ -43,6 +43,12 @@ def train(
     Raises ConfigError and TaskError for wrong arguments, before anything expensive starts;
     ModelFolderError, RunFolderError, ServerError, TrainerError, DriftError and StorageError later.
     Finished work stays, and nothing is left running.
+
+        result = train(
+            TrainConfig(run="runs/sums", model="smollm2-135m", iterations=10),
+            tasks=[task(number) for number in range(1000)],
+            validation_tasks=[task(number) for number in range(1000, 1032)],
+        )
     """
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks)
     console = Console(quiet=quiet)

@@ -101,6 +101,8 @@ def replay(
     Raises UserError, TaskError, RunFolderError and ModelFolderError for wrong arguments,
     GraderError if every rollout of an iteration fails in the grader, TrainerError and
     StorageError.
+
+        changed = replay("runs/sums", grader="my_graders.py:strict", iterations="3-5")
     """
     if from_checkpoints and not train:
         raise UserError("--from-checkpoints applies to training; add --train, or leave it out")

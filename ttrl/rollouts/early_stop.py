@@ -30,6 +30,9 @@ class InferenceEarlyStop:
 
     Tokens without a logprob are skipped; the first causes a warning, and `num_unknown` counts them.
     Raises UserError for values out of range.
+
+    >>> InferenceEarlyStop().ends_at([-20.0] * 30)
+    20
     """
 
     def __init__(self, alpha: float = 0.992, threshold: float = -3.0) -> None:

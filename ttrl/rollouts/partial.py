@@ -127,6 +127,9 @@ class TokenBudget:
     """Completion tokens a call may sample; a later call continues the unfinished ones.
 
     Raises UserError for invalid numbers, or if both are None.
+
+    >>> TokenBudget.of(100_000)
+    TokenBudget(per_sample=None, total=100000)
     """
 
     per_sample: int | None = None

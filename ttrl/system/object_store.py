@@ -58,8 +58,7 @@ _SHOWN_OPTIONS = {
 }
 _CREDENTIALS = {
     "s3": (
-        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, outside Amazon, "
-        "AWS_ENDPOINT_URL"
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, outside Amazon, AWS_ENDPOINT_URL"
     ),
     "gs": "GOOGLE_SERVICE_ACCOUNT (the path of a key file)",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",

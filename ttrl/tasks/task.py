@@ -32,7 +32,11 @@ Rollout: TypeAlias = "Callable[[Chat], Awaitable[GraderOutput | None]]"
 
 @dataclass(frozen=True)
 class Grade:
-    """A reward of at most LARGEST_REWARD, and named numbers, reported as means."""
+    """A reward of at most LARGEST_REWARD, and named numbers, reported as means.
+
+    >>> Grade(0.5, {"right": 0.0, "format": 1.0}).metrics["format"]
+    1.0
+    """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -97,7 +101,11 @@ def _number(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """The limits of one rollout. Raises TaskError for impossible ones."""
+    """The limits of one rollout. Raises TaskError for impossible ones.
+
+    >>> RolloutLimits(turns=4, tokens=2000, total_seconds=300.0).turns
+    4
+    """
 
     turns: int = 64
     """Replies of the model."""
@@ -305,6 +313,13 @@ class Chat:
     task_id, sample: the rollout's identity; a random generator seeded with them repeats the same
         game.
     params: the sampling parameters.
+
+    >>> async def rollout(chat: Chat) -> float:
+    ...     guess = await chat()
+    ...     check = await chat("Are you sure? Answer yes or no.")
+    ...     return float("4" in guess.message.content and "yes" in check.message.content)
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> task = Task([question], rollout=rollout, limits=RolloutLimits(turns=2))
     """
 
     def __init__(

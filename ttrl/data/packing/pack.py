@@ -91,6 +91,18 @@ def packed_tensors_from_tokenized_results(
     good placements.
 
     Raises PackError for samples with inconsistent lists, and if nothing is left to pack.
+
+    >>> samples = [
+    ...     TokenizedResult(
+    ...         task_id="sums/1", sample=number, token_ids=[*range(20), 20 + number],
+    ...         assistant_mask=[False] * 20 + [True], input_pos=range(21), prompt_length=20,
+    ...         logprobs=[math.nan] * 20 + [-0.5], reward=number, advantage=number - 0.5,
+    ...     )
+    ...     for number in range(2)
+    ... ]
+    >>> packed = packed_tensors_from_tokenized_results(samples, seq_len=32, pad_id=0)
+    >>> packed.num_tokens, packed.num_trained  # the shared prompt is stored once
+    (23, 2)
     """
     _check_options(
         seq_len, aggregation, constant_length, too_long, share, shortest_shared, multiple

@@ -59,6 +59,14 @@ def plot_packed_tensors(
     into their places.
 
     Raises PackError for missing rows, and ImportError without matplotlib.
+
+    >>> sample = TokenizedResult(
+    ...     task_id="sums/1", sample=0, token_ids=[5, 6, 7], assistant_mask=[False, False, True],
+    ...     input_pos=[0, 1, 2], logprobs=[math.nan, math.nan, -0.5], prompt_length=2,
+    ...     reward=1.0, advantage=0.5,
+    ... )
+    >>> packed = packed_tensors_from_tokenized_results([sample], seq_len=8, pad_id=0)
+    >>> figure = plot_packed_tensors(packed, "rows.png")
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize

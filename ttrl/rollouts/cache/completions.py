@@ -61,6 +61,10 @@ class CacheStats:
 class Cache:
     """Stores answers by key, in object stores read in order. Made by `Cache.of`; usable in several
     event loops.
+
+    >>> cache = Cache.of(["/tmp/completions", "memory://examples"])
+    >>> cache.describe()
+    '/tmp/completions, memory://examples'
     """
 
     stores: tuple[Store, ...]

@@ -300,6 +300,13 @@ async def consume_chat_completion_stream(
 
     Raises RequestError if the stream ends before its completion, or holds anything but chunks;
     exceptions of the stream or `on_chunk` pass through.
+
+    >>> async def chunks():
+    ...     yield {"choices": [{"index": 0, "delta": {"content": "2 + 2"}}]}
+    ...     yield {"choices": [{"index": 0, "delta": {"content": " = 4"}, "finish_reason": "stop"}]}
+    >>> completion = asyncio.run(consume_chat_completion_stream(chunks()))
+    >>> completion.choices[0].message.content
+    '2 + 2 = 4'
     """
     live = LiveCompletion(n, on_chunk)
     try:
