@@ -76,7 +76,7 @@ def test_the_list_names_licences_and_sizes(capsys):
         for part in (name, model.licence, model.size)
     )
     assert main(["models", "get", "llama"]) == 2
-    assert "no model named 'llama'; there are smollm2-135m, tiny" in capsys.readouterr().err
+    assert "no model is called 'llama'; choose one of smollm2-135m, tiny" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_list_names_licences_and_sizes(capsys):
 def test_a_near_miss_is_named_and_a_hub_name_is_none(command, cache, capsys):
     assert main(command.split()) == 2 and not cache.exists()
     assert re.search(
-        r"there is no model '\S+'; did you mean 'smollm2-135m'\?", capsys.readouterr().err
+        r"no model is called '\S+'; did you mean 'smollm2-135m'\?", capsys.readouterr().err
     )
     assert ready_model("HuggingFaceTB/SmolLM2-135M") is None
 

@@ -424,7 +424,7 @@ def wants_state(completions, trainer_state, **kwargs):
         ({"tools": [strange]}, "JSON has no type"),
         ({"tools": [multiply, multiply]}, "two tools are named multiply"),
         ({"environment_factory": dict}, "dict has no method reset"),
-        ({"environment_factory": {"a": EchoEnv}}, "its environment is None; there are 'a'"),
+        ({"environment_factory": {"a": EchoEnv}}, "its environment is None; choose one of 'a'"),
     ],
 )
 def test_what_is_refused(arguments, message: str) -> None:

@@ -214,7 +214,7 @@ def test_the_screen_ends_with_the_verdict() -> None:
     assert doctor.render([ok]).endswith("ttrl can run here.")
     assert doctor.render([ok, note]).endswith("with 1 remark (!).")
     screen = doctor.render([ok, note, bad])
-    assert screen.endswith("cannot run here yet: 1 thing to put right (✗).")
+    assert screen.endswith("cannot run here yet: 1 thing to fix (✗).")
     assert " ✗ c          broken\n              → do y\n" in screen
 
 

@@ -66,7 +66,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("zebra-grid", {"n": 0}, "n is 0; ask for at least one"),
         ("zebra-grid", {"processes": 0}, "processes is 0; give at least one"),
         ("zebra-grid", {"size": "7x2"}, "zebra-grid has no size '7x2'; give houses x attributes"),
-        ("zebra-grid", {"size": "large"}, "no size 'large' of zebra-grid"),
+        ("zebra-grid", {"size": "large"}, "zebra-grid has no size 'large'"),
         (
             "temporal-clue",
             {"size": "5x4"},

@@ -108,7 +108,7 @@ def test_every_mistake_of_a_file_at_once(
     ("what", "text"),
     [
         ("structured_outpt", "did you mean 'structured_output'?"),
-        ("nothing.py", "there is no file nothing.py; `ttrl tasks new nothing.py` writes one"),
+        ("nothing.py", "nothing.py does not exist; `ttrl tasks new nothing.py` writes a script"),
         ("nothing.yaml", "nothing.yaml cannot be read as a config"),
         ("only_tasks.py", "only_tasks.py defines tasks and starts no training"),
     ],

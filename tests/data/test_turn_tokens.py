@@ -137,7 +137,7 @@ def test_a_sample_of_several_sequences_counts_once(aggregation):
             lambda s: setattr(s.turns[1], "continues", 1),
             "turn 1: it continues turn 1, but that is not an earlier turn",
         ),
-        (lambda s: setattr(s, "token_ids", None), "the server gave no token ids"),
+        (lambda s: setattr(s, "token_ids", None), "the server returned no token ids"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):

@@ -371,7 +371,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         "prices is (1.0,)",
         "tempreature",
         "nothing does not exist",
-        "gsm8k has no option 'stlye'; it has style",
+        "gsm8k has no option 'stlye'; choose one of style",
         "/nope is neither a file",
         "no tasks are called 'foo'",
         "letter_counting has 'train', 'validation'",
@@ -535,7 +535,7 @@ def test_a_family_of_families() -> None:
     spec = TaskSpec.parse("reasoning-gym:chain_sum@train").with_option("max_terms", 2)
     assert str(spec) == "reasoning_gym:chain_sum@train"
     assert all(task.grader.entry["metadata"]["num_terms"] == 2 for task in spec.tasks(5))
-    with pytest.raises(UserError, match="name one, such as reasoning_gym:chain_sum"):
+    with pytest.raises(UserError, match="choose one, such as reasoning_gym:chain_sum"):
         TaskSpec.parse("reasoning_gym")
     with pytest.raises(UserError, match=r"no option 'max_term'; it has .*max_terms"):
         spec.with_option("max_term", 2).tasks(5)

@@ -628,7 +628,7 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
     assert (
         [one["iteration"] for one in found["steps"]] == [1, 2]
         and found["gone"] == [3]
-        and "iterations 3 started" in said
+        and "starting checkpoints of iterations 3" in said
     )
     own = study(run, sequences=24, factors=[1.0], dtype="fp64")
     assert (

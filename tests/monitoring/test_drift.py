@@ -349,7 +349,7 @@ def test_a_warning_says_the_same_and_goes_on(run):
 def test_a_pack_that_cannot_be_read_hides_the_tokens_and_nothing_else(run):
     run.trained(GOOD | BAD, [worst_of(run.packed, "a", 0, 1)])
     (run.path / "packed.safetensors").write_bytes(b"gone")
-    with pytest.raises(DriftError, match=r"(?s)cannot be shown: PackError.*stale or wrong weights"):
+    with pytest.raises(DriftError, match=r"(?s)not available: PackError.*stale or wrong weights"):
         check_drift(config(), run.folder, 2, run.console)
 
 
@@ -473,7 +473,7 @@ FOUND = [
             },
             "server": {"model_config": {"max_model_len": 8192}},
         },
-        "context is 8192, the trainer's 4096",
+        "context is 8192 on the server and 4096 in the trainer",
     ),
 ]
 

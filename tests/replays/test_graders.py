@@ -134,7 +134,7 @@ def test_chosen_iterations(run, wanted, numbers):
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ("4", "iterations 4 have no rollouts .* there are 1 to 3"),
+        ("4", "iterations 4 have no rollouts .* choose from 1 to 3"),
         ("3-1", "give numbers"),
         ("x", "give numbers"),
     ],

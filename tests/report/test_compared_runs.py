@@ -184,7 +184,7 @@ def test_one_seed_and_few_tasks_are_said_first(tmp_path):
     assert "is better" not in text
     warned = [
         text.index("tell two runs apart, not their settings"),
-        text.index("only 12 held-out tasks: each of them is 0.083"),
+        text.index("only 12 held-out tasks: each is 0.083"),
     ]
     assert max(warned) < text.index(said) < text.index("95% interval")
     page = found.write_html(tmp_path / "page.html").read_text()

@@ -44,7 +44,7 @@ def test_the_headline_of_a_reward_names_what_is_solved(tmp_path):
         tmp_path / "run",
         [{**row, "validation": {"right": 0.0, "words": 12.5 * n}} for n, row in enumerate(ends, 1)],
     )
-    assert "from 0.2 to 0.6 in 2 iterations. Held out, too: right 0% → 0%." in report_text(
+    assert "from 0.2 to 0.6 in 2 iterations. Also held out: right 0% → 0%." in report_text(
         tmp_path / "run"
     )
 

@@ -461,7 +461,7 @@ def test_parameters_travel_along():
         ({"thinking_token_budget": 5}, "thinking_token_budget.*start over"),
         (
             {"extra_body": {"repetition_detection": {"min_count": 3}}},
-            "repetition_detection.*generated tokens",
+            "repetition_detection.*no longer see the tokens",
         ),
         ({"extra_body": {"brand_new": 1}}, "brand_new.*does not know"),
         ({"min_tokens": 3, "stop": ["x"]}, "min_tokens with stop"),
@@ -603,7 +603,7 @@ def test_versions_of_the_tokens():
     )
     assert sample.text == "text" and sample.token_ids == [2, 3, 5, 6, 7, 8]
     before = sample.to_json()
-    with pytest.raises(TokenizationError, match="does not begin with the 6 tokens"):
+    with pytest.raises(TokenizationError, match="does not begin with the 6 stored tokens"):
         extend(sample, answer_of(sample, [], token_ids=[2, 3, 5, 6, 7, 9]), 8)
     assert sample.to_json() == before
 

@@ -762,8 +762,8 @@ def test_a_rollout_that_asks_on_at_its_limit_holds_up_nobody(kit):
 @pytest.mark.parametrize(
     ("limits", "turns", "finish_reason", "said"),
     [
-        (RolloutLimits(turns=2), 2, "max_turns", "its 2 turns"),
-        (RolloutLimits(tokens=7), 2, "length", "its 7 tokens"),
+        (RolloutLimits(turns=2), 2, "max_turns", "its limit of 2 turns"),
+        (RolloutLimits(tokens=7), 2, "length", "its limit of 7 tokens"),
     ],
 )
 def test_limits_end_a_rollout_which_is_graded_as_it_is(kit, limits, turns, finish_reason, said):

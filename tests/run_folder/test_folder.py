@@ -200,7 +200,7 @@ def test_what_may_change_and_what_may_not(tmp_path):
         "+ seed: 1",
     ]
     assert lines[1:7] == [f"  {line}" for line in changed]
-    assert "Choose another run folder" in lines[7]
+    assert "choose another run folder" in lines[7]
     assert "allow_changes=['new', 'sampling.stop', 'seed']" in lines[7]
     assert (tmp_path / "config.yaml").read_text() == written  # a refused config leaves no trace
 

@@ -638,7 +638,7 @@ def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, before):
 
     before["keys"] = keys
     with (
-        pytest.raises(StorageError, match=r"access denied; put it right .*leave `mirror` out"),
+        pytest.raises(StorageError, match=r"access denied; fix it .*leave `mirror` out"),
         Machine(tmp_path / "a", address),
     ):
         pass
@@ -673,7 +673,7 @@ def test_an_address_as_run(tmp_path):
     )
     assert (config.run, config.mirror) == ("runs/letters", "s3://bucket/runs/letters/?region=x")
     assert with_local_run(TrainConfig(run="runs/x", model="m", iterations=1)).mirror is None
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="leave mirror out, or give a folder as run"):
         with_local_run(TrainConfig(run="s3://bucket/x", model="m", iterations=1, mirror="y"))
     for secret in ("s3://b/x?secret_access_key=sesame", "s3://me:sesame@b/x"):
         with pytest.raises(ConfigError, match="carries credentials") as caught:

@@ -136,7 +136,7 @@ def test_a_split_does_not_bring_in_a_blank(scheme):
 
 def test_an_end_of_turn_that_is_not_one_token(tokenizer_of):
     tokenizer = tokenizer_of("plain")
-    with pytest.raises(TokenizationError, match=r"'<\|im_end\|>\\n' is not one token"):
+    with pytest.raises(TokenizationError, match=r"'<\|im_end\|>\\n' is not a single token"):
         tokenize_chat(tokenizer, [Q1, A1], stop_tokens=["<|im_end|>\n"])
 
 

@@ -188,7 +188,7 @@ def test_tool_calls_without_texts(tokenizer_of, trained, templates, arguments):
 )
 def test_messages_that_say_nothing(tokenizer_of, message):
     with pytest.raises(
-        TokenizationError, match=r"message 1: (it says nothing|function_call is the old form)"
+        TokenizationError, match=r"message 1: (it is empty|function_call is the old form)"
     ):
         tokenize_chat(tokenizer_of("plain"), [Q1, {"role": "assistant"} | message])
 
@@ -227,7 +227,7 @@ def test_stop_tokens_end_turns_that_the_template_leaves_open(tokenizer_of, train
 
 
 def test_the_header_of_a_next_answer_is_no_end_of_turn(tokenizer_of, trained, templates):
-    with pytest.raises(TokenizationError, match="there is no special token"):
+    with pytest.raises(TokenizationError, match="no special token of the tokenizer"):
         tokenize_chat(tokenizer_of(templates["always asks"].replace("<|im_end|>", "")), TWO_TURNS)
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
     assert trained(tokenizer, tokenize_chat(tokenizer, TWO_TURNS)) == {

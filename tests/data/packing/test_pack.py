@@ -354,7 +354,7 @@ def test_a_first_sample_longer_than_a_row_leaves_no_row_of_padding():
     assert [sample.task_id for sample in packed.samples] == ["a"]
     with pytest.raises(
         PackError,
-        match=r"task 'long', sample 0 takes 21 positions .* seq_len is 8, and 1 of 2 .* at least 21",
+        match=r"task 'long', sample 0 takes 21 positions .* seq_len is 8; 1 of 2 .* at least 21",
     ):
         pack(
             [result("long", 0, [1, 2], [5] * 20), result("a", 0, [1, 2], [5, 6])],

@@ -162,7 +162,7 @@ class Schema(openai.BaseModel):
         ({"presence_penalty": float("inf")}, "JSON cannot represent"),
         ({"seed": 1.5}, "seed"),
         ({"seed": "1"}, "seed"),
-        ({"stop": {"a"}}, r"params\['stop'\] is a set, which is no JSON"),
+        ({"stop": {"a"}}, r"params\['stop'\] is a set, not JSON"),
         ({"extra_body": {"a": [object()]}}, r"\['a'\]\[0\] is a object"),
         ({"response_format": Schema}, "is the class Schema; give .*json_schema"),
         ("hot", "give a dict"),

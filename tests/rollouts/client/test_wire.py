@@ -92,7 +92,7 @@ def test_counts_where_the_server_says_less(kit):
         (b'{"choices": [{"message": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}", "cannot be read"),
         (
             b'{"choices": [' + b"{}," * 999_999 + b"{}]}",
-            "the server returned 1000000 choices, 1 asked for",
+            "the server returned 1000000 choices instead of 1",
         ),
     ],
 )

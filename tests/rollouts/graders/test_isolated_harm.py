@@ -136,8 +136,8 @@ def allocates_by_and_by(choice):
             lambda choice: os.closerange(3, 64) or time.sleep(60),
             "closed the channel between its process and ttrl",
         ),
-        (allocates, "ran out of the 512 MiB of memory"),
-        (allocates_by_and_by, "ran out of the 512 MiB of memory"),
+        (allocates, "exceeded its limit of 512 MiB of memory"),
+        (allocates_by_and_by, "exceeded its limit of 512 MiB of memory"),
         (lambda choice: (1.0, {f"m{i}": 1.0 for i in range(100_000)}), "MB; the limit is 1.0 MB"),
     ],
 )
@@ -191,7 +191,7 @@ def test_modules_do_not_count_as_memory_of_a_grade(make_bench):
 
     made = make_bench(size=1, memory=32 * 2**20)
     assert made.grade(grader).reward == 72 * 2**20
-    assert "ran out of the 32 MiB of memory" in made.error(
+    assert "exceeded its limit of 32 MiB of memory" in made.error(
         lambda choice: float(len(bytearray(64 * 2**20)))
     )
 

@@ -280,7 +280,7 @@ def test_a_server_that_stays_away_is_given_up() -> None:
             assert loop.time() - began == pytest.approx(20.0)
             for outcome in outcomes:
                 assert isinstance(outcome, RequestError)
-                assert "not answered for 20 s; is it running?" in str(
+                assert "not answered for 20 s; check that it is running" in str(
                     outcome
                 ) and "connection refused" in str(outcome)
             with pytest.raises(

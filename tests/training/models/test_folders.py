@@ -144,7 +144,7 @@ def test_the_same_weights_under_another_config(family, settings, field, changed,
         check_same_architecture(other, own, "FOLDER")
     else:
         with pytest.raises(
-            ModelFolderError, match=f"^FOLDER: has another architecture than the policy: {field}"
+            ModelFolderError, match=f"^FOLDER has another architecture than the policy: {field}"
         ):
             check_same_architecture(other, own, "FOLDER")
 
@@ -223,7 +223,7 @@ def rewrite(folder, change):
     [
         (
             lambda t: t.update({"model.layers.0.extra": torch.zeros(1)}),
-            "the parameter 'model.layers.0.extra' has no place",
+            "ttrl's decoder has no parameter 'model.layers.0.extra'",
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}),
@@ -231,7 +231,7 @@ def rewrite(folder, change):
         ),
         (
             lambda t: t.update({"model.layers.1.mlp.gate_up_proj.weight": torch.zeros(90, 32)}),
-            "has 90 rows; .* asks for 96",
+            "has 90 rows; .* config.json says 96",
         ),
     ],
 )
@@ -274,7 +274,7 @@ def test_weights_that_are_missing_or_have_other_shapes(changed):
             lambda f: (f / "model.safetensors.index.json").write_text(
                 '{"weight_map": {"a": "b.safetensors"}}'
             ),
-            "b.safetensors is",
+            "has no b.safetensors",
         ),
     ],
 )

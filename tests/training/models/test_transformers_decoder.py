@@ -194,7 +194,7 @@ def test_a_tensor_that_is_missing_or_has_no_place_is_named(tmp_path, folder_of):
     del tensors["model.layers.0.mlp.experts.4.up_proj.weight"]
     tensors["model.layers.0.mlp.experts.2.up_proj.weight"] = taken[:4].clone()
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelFolderError, match=r"its config\.json asks for"):
+    with pytest.raises(ModelFolderError, match=r"config\.json says"):
         dict(iter_weights(folder))
 
 

@@ -371,7 +371,7 @@ class TestFolders:
     def test_another_kind_of_adapter(self, checkpoint):
         with pytest.raises(
             ConfigError,
-            match=r"lora_rank is 8 and there 4; lora_alpha is 9.0 and there 6.0; lora_targets",
+            match=r"lora_rank is 8, but 4 there; lora_alpha is 9.0, but 6.0 there; lora_targets",
         ):
             base_folder(adapter_config(checkpoint, lora_rank=8, lora_alpha=9.0))
 

@@ -490,7 +490,7 @@ def test_four_bits_need_whole_blocks():
 
     decoder = nn.Sequential()
     decoder.add_module("w1", nn.Linear(9, 7))
-    with pytest.raises(ConfigError, match="holds blocks of 64 numbers, but w1 has 63"):
+    with pytest.raises(ConfigError, match="with blocks of 64 numbers, but w1 has 63"):
         apply_lora(decoder, adapter_config(lora_base_dtype="nf4"))
 
 
