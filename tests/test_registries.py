@@ -169,7 +169,7 @@ WRONG_LOSSES = {
     "logprobs_N, old_logprobs_N, advantages_N, samples_N, and the settings of its entry: "
     "clip_low",
     "def loss(logprobs_N, chosen_N, clip_low): pass": "takes chosen_N; it may take only",
-    "def loss(logprobs_N): pass": "clip_low",
+    "def loss(logprobs_N): pass": "does not take clip_low; remove",
     "def loss(logprobs_N, clip_low): return -logprobs_N.sum(), {}": r"returns \(tensor\(3",
     "def loss(logprobs_N, clip_low): return -logprobs_N": r"returns tensor\(\[1., 2.\]",
     "def loss(logprobs_N, clip_low): return logprobs_N.detach(), {}": r"returns \(tensor\(\[",

@@ -460,8 +460,8 @@ def test_validation_is_counted_as_often_as_it_is_made(big):
     assert f"a validation {si_spaced(seldom.flops.validation)}FLOP" in said
     assert "a share of the time of every 8 iterations" in said and "a share of" not in more
     assert warned(
-        "1,600 in a validation, and 256 in an iteration, with validate_every 1; with validate_every: "
-        "25 makes",
+        "1,600 in a validation, and 256 in an iteration, with validate_every 1; with "
+        "validate_every: 25, they",
         always,
     )
     assert not warned("more held-out samples", seldom)

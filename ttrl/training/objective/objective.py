@@ -296,7 +296,8 @@ def objective_from(config: ObjectiveConfig) -> StepObjective:
     taken.update(policy_loss.function.keywords)
     if ignored := sorted(settings.keys() - taken):
         raise UserError(
-            f"the entry of {entry.loss} lists {', '.join(ignored)}, but it does not take them"
+            f"{entry.loss} does not take {', '.join(ignored)}; remove them from its entry, or add "
+            "the arguments"
         )
     _check_result(entry.loss, policy_loss)
     # Refused if certain.
