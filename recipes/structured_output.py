@@ -1,5 +1,5 @@
-"""The quickstart: a real chat model learns to write the facts of a sentence as JSON, on a laptop, in
-a few minutes.
+"""The quickstart: a real chat model learns to write the facts of a sentence as JSON, on a laptop,
+in a few minutes.
 
     python recipes/structured_output.py [--model smollm2-135m] [--run runs/structured_output]
         [--seed 0]
