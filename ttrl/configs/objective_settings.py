@@ -38,7 +38,7 @@ class ObjectiveConfig(Config):
     """The probability ratio is clipped below at 1 - clip_low …"""
     clip_high: float | None = None
     """… and above at 1 + clip_high. For "ppo", "clip_cov", "cispo" and "gspo". None: 0.2; with
-    "gspo", whose ratio is a mean over the sample and stays close to 1, its paper's 3e-4 and 4e-4.
+    "gspo", its paper's 3e-4 and 4e-4: its ratio is a mean over the sample, and stays close to 1.
     """
     dual_clip: float | None = None
     """For "ppo": the loss of a negative advantage is at most this times |advantage|; above 1, 3 in
@@ -83,7 +83,7 @@ class ObjectiveConfig(Config):
     entropy_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 at `entropy_until_step`, and stays there."""
     entropy_from_step: int = 0
-    """Optimizer step of the run at which the linear schedule starts to fall."""
+    """The run's optimizer step at the start of the linear fall."""
     entropy_until_step: int | None = None
     """Optimizer step of the run, for the linear schedule."""
 

@@ -64,7 +64,7 @@ class TrainConfig(Config):
     """
 
     run: str
-    """The run folder. The same command on the same folder continues where it stopped."""
+    """The run folder. The same command on the same folder continues the run."""
     model: str
     """The model to start from: a folder in Hugging Face layout, a name of `ttrl models`, or one on
     the hub.
@@ -91,7 +91,7 @@ class TrainConfig(Config):
     tasks_per_iteration: int = 32
     """Tasks sampled in an iteration. Their order is shuffled, and reshuffled every epoch."""
     samples_per_task: int = 16
-    """Completions of each task: a group, whose rewards are compared. At least 2."""
+    """Completions of each task. They form a group, and their rewards are compared. At least 2."""
     max_tokens: int = 1024
     """The longest completion, in tokens."""
     tokens_per_iteration: int | None = None
@@ -101,21 +101,21 @@ class TrainConfig(Config):
     Requests in flight add a few more tokens.
     """
     max_staleness: int | None = None
-    """With `tokens_per_iteration`: drop unfinished groups whose oldest token is older than this
-    many iterations.
+    """With `tokens_per_iteration`: drop an unfinished group once its oldest token is older than
+    this many iterations.
     """
     temperature: float = 1.0
     """Sampling temperature in training: sampler and trainer divide logits by it. Above 0."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Further sampling parameters of the OpenAI API or of vLLM, such as {"stop": ["</answer>"]}.
-    Parameters that change the distribution (top_p, penalties, …) are refused: the trainer could not
-    compute the probability of the sampled tokens.
+    ttrl refuses parameters with an effect on the distribution (top_p, penalties, …), because the
+    trainer could not compute the probabilities of the sampled tokens.
     """
     early_stop: dict[str, float] | None = None
-    """End completions that the model itself finds unlikely, such as babble: {"alpha": 0.992,
+    """End unlikely completions, such as babble, by the model's own probabilities: {"alpha": 0.992,
     "threshold": -3.0}, see `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all end by
-    themselves. Completions ended early are graded and trained on as they are. They are streamed,
-    each in a request of its own, at several times the client's CPU time.
+    themselves. Completions ended early are graded and trained on as they are. Completions are
+    streamed, each in its own request, at several times the client's CPU time.
     """
     off_policy_steps: Literal[0, 1] = 0
     """1: while the trainer works on an iteration, the servers sample the next one with the weights
@@ -145,8 +145,8 @@ class TrainConfig(Config):
     every other task is of the new level.
     """
     cache: list[str] = field(default_factory=list)
-    """Where completions are stored and looked up: folders or URLs of object stores, such as
-    "s3://bucket/rollouts". A repeated run with the same seed, settings and weights reads from them.
+    """Stores of completions: folders or URLs of object stores, such as "s3://bucket/rollouts". A
+    repeated run with the same seed, settings and weights reads from them.
     """
 
     sample_files: bool = False
@@ -170,23 +170,24 @@ class TrainConfig(Config):
     them is right.
     """
     validation_temperature: float | None = None
-    """None: 0, greedy, so that held-out results do not depend on luck; with several
-    `validation_samples`, `temperature`.
+    """None: 0 (greedy), to keep luck out of held-out results; with several `validation_samples`,
+    `temperature`.
     """
     validation_metric: str = "reward"
     """The measure of the run's progress: "reward", or the name of one of the grader's metrics."""
     stop_at: float | None = None
-    """End the run after the iteration whose validation metric reaches this value."""
+    """End the run once the validation metric reaches this value."""
 
     # From rewards to advantages
 
     advantages: AdvantageKind = "std"
-    """"std": (reward - group mean) / group standard deviation (GRPO); "mean": reward - group mean
-    (Dr. GRPO); "leave_one_out": reward - mean of the group's other samples (RLOO); "batch": reward
-    - group mean, divided by the standard deviation of that over all groups (REINFORCE++)."""
+    """std": (reward - group mean) / group standard deviation (GRPO); "mean": reward - group mean
+    (Dr. GRPO); "leave_one_out": reward - mean of the group's other samples (RLOO); "batch": (reward
+    - group mean) / standard deviation over all groups (REINFORCE++).
+    """
     advantage_std_floor: float = 1e-6
-    """With "std" and "batch": the smallest standard deviation to divide by, so that rewards with
-    hardly any difference count for less. A warning says if it takes effect.
+    """With "std" and "batch": the smallest standard deviation to divide by. Tiny differences of
+    rewards then count for less. A warning reports its effect.
     """
     advantage_clip: float | None = None
     """Advantages are clipped to [-advantage_clip, advantage_clip]; None: no clipping."""
@@ -196,23 +197,24 @@ class TrainConfig(Config):
     """
     surprise_bonus: float = 0.0
     """b: after that, rewards become (1 - b)·r + b·r·s, with s the completion's mean
-    -log-probability in nats, so that correct but unlikely answers count for more. Groups with only
+    -log-probability in nats. Correct but unlikely answers then count for more. Groups with only
     correct answers then have a small signal too: with "std", set an `advantage_std_floor`.
     """
     surprise_until: str | None = None
-    """Name of a grader's metric that counts the characters up to the end of the final answer; s is
-    then the mean up to there. None, and samples without that metric: the whole completion."""
+    """A grader's metric with the number of characters up to the end of the final answer; s is then
+    the mean up to there. None, and samples without the metric: the whole completion.
+    """
 
     # From samples to packed rows
 
     seq_len: int = 4096
-    """Length of a packed row, in tokens: at least that of the longest prompt and completion
+    """Length of a packed row, in tokens: at least as long as the longest prompt and completion
     together.
     """
     too_long: TooLong = "drop"
-    """What to do with a sample longer than a row: "drop" leaves it out, "truncate" cuts off its end
-    (and with it the end-of-turn token), "extend" gives it a row as long as it needs, "error" ends
-    the run. The metrics count such samples (`pack.dropped`).
+    """Handling of samples longer than a row: "drop" leaves it out, "truncate" cuts off its end (and
+    with it the end-of-turn token), "extend" gives it a row as long as it needs, "error" ends the
+    run. The metrics count such samples (`pack.dropped`).
     """
     share: Share = "tree"
     """Beginnings of samples to store once per row: everything in common, across tasks ("tree"),
@@ -223,15 +225,15 @@ class TrainConfig(Config):
 
     training: dict[str, Any] | TrainingConfig | str = field(default_factory=dict)
     """Settings of the recipe: {"lr": 1e-6, "kl_coefficient": 0.01}, or GRPOConfig(lr=1e-6,
-    kl_coefficient=0.01), which sets only the arguments you pass, or a file with them, such as one
-    of recipe_configs/. See `ttrl.GRPOConfig`.
+    kl_coefficient=0.01), with only the arguments you pass, or a file, such as one of
+    recipe_configs/. See `ttrl.GRPOConfig`.
     """
     aggregation: Literal["token", "sequence", "constant"] | None = None
     """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length`
     per sample. None: "token"; with objective "gspo", as in its paper, "sequence"."""
     constant_length: int | None = None
-    """With `aggregation` "constant": the length in tokens by which a sample's sum is divided, such
-    as `max_tokens`.
+    """With `aggregation` "constant": the length in tokens to divide a sample's sum by, such as
+    `max_tokens`.
     """
     placement: Literal["auto", "colocated", "split"] = "auto"
     """The GPUs of trainer and servers: "colocated", the same ones, in turn; "split", the first
@@ -242,7 +244,8 @@ class TrainConfig(Config):
     """
     nproc_per_node: int | None = None
     """Trainer processes on this machine, one per GPU; more than one shards the model over them.
-    None: on GPUs, one for each that trains; on CPUs, one."""
+    None: one per training GPU; on CPUs, one.
+    """
     num_threads: int | None = None
     """CPU threads of each trainer process; None: the machine's cores divided by the processes."""
     trainer: Literal["resident", "once"] = "resident"
@@ -270,11 +273,11 @@ class TrainConfig(Config):
     """Further arguments of vLLM, such as {"gpu_memory_utilization": 0.6, "max_model_len": 8192}."""
     weight_sync: Literal["auto", "reload", "restart", "sleep", "memory"] = "auto"
     """How new weights reach the servers. "reload": in place. "restart": with a new server; the old
-    one is stopped while the trainer works. "sleep": in place, with servers that free their GPU's
-    memory while the trainer works (vLLM's sleep, level 2). "memory": in place, from a resident
-    trainer's memory on this machine, or from files if that is impossible; servers sleep as well if
-    they take turns with the trainer on the same GPUs. "auto": "memory", if files are not needed
-    and, with GPUs, the machine has the memory; else "sleep" if they take turns; else "reload".
+    one stops during training. "sleep": in place, with servers without GPU memory during training
+    (vLLM's sleep, level 2). "memory": in place, from a resident trainer's memory on this machine,
+    or else from files; servers on the trainer's GPUs sleep, too, if they take turns with it.
+    "auto": "memory", if files are not needed and, with GPUs, the machine has the memory; else
+    "sleep" if they take turns; else "reload".
     """
     save_every: int = 1
     """With weights from memory: write checkpoint and state of every n-th iteration only, and of the
@@ -293,9 +296,9 @@ class TrainConfig(Config):
     model and fetch adapters from the `mirror`: their hosts need not share the run's file system.
     """
     weight_check: Literal["all", "canary"] = "all"
-    """How a server is verified after each sync: "all", every weight is compared with the
-    checkpoint's files, and the canary; "canary", only the canary (for very large models, whose
-    files take long to read a second time).
+    """Verification of a server after each sync: "all", every weight is compared with the
+    checkpoint's files, and the canary; "canary", only the canary (for very large models: reading
+    their files a second time takes long).
     """
     start_timeout: float | None = None
     """Seconds for a server to become healthy; None: 300, and one for each 100 MB of the model's
@@ -307,17 +310,16 @@ class TrainConfig(Config):
 
     cluster: str | None = None
     """The Ray cluster of the run: "auto", "HOST:PORT" or "ray://HOST:PORT". Servers and, with
-    `nnodes` above 1, the trainer start on its machines. The run outlives the program that started
-    it (docs/how-to/several_machines.md). None: without Ray.
+    `nnodes` above 1, the trainer start on its machines. The run outlives its program
+    (docs/how-to/several_machines.md). None: without Ray.
     """
     sampling_workers: int | None = None
-    """On a `cluster`: processes that sample, grade and tokenize for the run, each with a share of
-    the servers. 0: the run does it itself, as always with `tokens_per_iteration`. None: 1 for 16
+    """On a `cluster`: processes to sample, grade and tokenize for the run, each with a share of the
+    servers. 0: the run does it itself, as always with `tokens_per_iteration`. None: 1 for 16
     servers, 0 for up to 32 of them.
     """
     nnodes: int = 1
-    """Machines of the `cluster` that train together. They share the file system of the run folder.
-    """
+    """Machines of the `cluster` for the trainer. They share the file system of the run folder."""
     join_timeout: int = 600
     """Seconds the trainer waits for all nodes at its start; then the run ends, and the same command
     continues it.
@@ -326,7 +328,7 @@ class TrainConfig(Config):
     # Storage and reports. None of these changes the training either.
     keep_checkpoints: int = 3
     """The number of newest checkpoints and states to keep, in addition to the best and the last. At
-    least 3, so that either of the last two iterations can be trained again from its inputs.
+    least 3: either of the last two iterations can then be trained again from its inputs.
     """
     keep_best: int = 1
     """The number of best checkpoints by `validation_metric` to keep, in addition to the newest
@@ -337,23 +339,23 @@ class TrainConfig(Config):
     mirror: str | None = None
     """A copy of the run folder, made phase by phase during the run: an object store, such as
     "s3://bucket/runs/name", or a folder. On another machine without the run folder, the same call
-    continues from that copy. If `run` is such an address itself, the run works in the local folder
+    continues from the copy. If `run` is such an address itself, the run works in the local folder
     runs/name, and the address is the mirror.
     """
     drift: Literal["stop", "warn"] = "stop"
-    """What to do if sampler and trainer are further apart than rounding explains (`drift_limits`):
-    "stop" ends the run with the worst tokens and the likely causes, "warn" reports them and goes
-    on.
+    """The reaction to a difference between sampler and trainer beyond rounding (`drift_limits`):
+    "stop" ends the run with the worst tokens and the likely causes, "warn" reports them and
+    continues.
     """
     drift_limits: dict[str, Any] = field(default_factory=dict)
     """Replaces the limits by dtype and device (ttrl/monitoring/drift.py): {"mean": nats, "p999":
     nats, "ess": share, "outside": share}; null for no limit. The limits apply only to tokens
-    compared under the weights that sampled them.
+    compared under their own sampling weights.
     """
     loggers: list[Any] = field(default_factory=list)
-    """Where each iteration's metrics go besides metrics.jsonl: "stdout", "tensorboard", "wandb", or
-    a mapping with arguments, such as {"name": "wandb", "project": "sorting", "mode": "offline"} or,
-    with torchtune's names for its own loggers, {"_component_":
+    """Further destinations of each iteration's metrics, besides metrics.jsonl: "stdout",
+    "tensorboard", "wandb", or a mapping with arguments, such as {"name": "wandb", "project":
+    "sorting", "mode": "offline"} or, with torchtune's names for its own loggers, {"_component_":
     "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See
     docs/how-to/watch.md.
     """

@@ -69,7 +69,7 @@ class EvalConfig(Config):
     """The settings of an evaluation."""
 
     model: str
-    """A model folder or a name on the hub, for which ttrl starts and stops a vLLM server; or the
+    """A model folder or a name on the hub (ttrl starts and stops a vLLM server for it), or the
     address of a server.
     """
     tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]"
@@ -79,8 +79,7 @@ class EvalConfig(Config):
     n: int | None = None
     """The most tasks of each family; None: all, or 200 of generated ones and of your own files."""
     seed: int = 0
-    """The seed that draws tasks of a train split; validation and test are the same for every seed.
-    """
+    """The seed for drawing tasks of a train split; validation and test do not depend on it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of families: {"gsm8k.style": "r1"}."""
     samples_per_task: int = 1
@@ -88,7 +87,7 @@ class EvalConfig(Config):
     temperature: float | None = None
     """Sampling temperature; None: 0 for one sample a task, 1 for several."""
     top_p: float | None = None
-    """Sample from the likeliest tokens that together have this probability; None: from all."""
+    """Sample from the likeliest tokens up to this total probability; None: from all."""
     max_tokens: int | None = None
     """Tokens of one reply; None: as many as fit the model's context."""
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -114,9 +113,9 @@ class EvalConfig(Config):
     chat_template: str | None = None
     """Another chat template than the model's, as text or as a file, for a started server."""
     server_log: str | os.PathLike[str] | None = None
-    """The log file of a started server; None: one that is deleted with it."""
+    """The log file of a started server; None: a temporary one."""
     cache: str | os.PathLike[str] | None = None
-    """Where completions are stored: a folder, "s3://…". The same evaluation, or one of more tasks,
+    """A store of completions: a folder, "s3://…". The same evaluation, or one of more tasks,
     continues from them.
     """
     weights_digest: str | None = None
@@ -126,7 +125,7 @@ class EvalConfig(Config):
     concurrency: int | None = None
     """Requests at a time; None: as many as fit the server's KV cache."""
     isolated: bool = False
-    """Graders run in processes that can be ended."""
+    """Run graders in separate processes, with time limits."""
     grader_timeout: float = 60.0
     """Seconds for one grade."""
     prices: tuple[float, float] | None = None
