@@ -92,7 +92,7 @@ WRONG = [
             "entropy_from_step": 5,
             "entropy_until_step": 5,
         },
-        "entropy_from_step is 5 and entropy_until_step 5; the bonus falls",
+        "entropy_from_step is 5 and entropy_until_step 5; entropy_from_step must be",
     ),
     (
         {"entropy_coefficient": 0.1, "entropy_from_step": 5},

@@ -58,7 +58,7 @@ def test_rollouts_without_a_task(run):
     ("reference", "said"),
     [
         ("graders", "give module:name or path/to/file.py:name"),
-        ("nowhere_at_all:f", "there is no module 'nowhere_at_all'"),
+        ("nowhere_at_all:f", "no module 'nowhere_at_all'"),
         ("nowhere.py:f", "nowhere.py is not a file"),
         (
             "broken:f",
