@@ -418,7 +418,7 @@ def wants_state(completions, trainer_state, **kwargs):
             r"row 0: its prompt is None; give a string, .*\(the columns are question\)",
         ),
         ({"train_dataset": ["x"]}, "row 0 is 'x'; a row is a dict"),
-        ({"train_dataset": "nowhere.parquet"}, "nowhere.parquet: no such file"),
+        ({"train_dataset": "nowhere.parquet"}, "nowhere.parquet is neither a file"),
         ({"tools": [no_docstring]}, "no_docstring has no docstring"),
         ({"tools": [untyped]}, "argument a has no type hint"),
         ({"tools": [strange]}, "JSON has no type"),

@@ -537,7 +537,7 @@ def test_a_family_of_families() -> None:
     assert all(task.grader.entry["metadata"]["num_terms"] == 2 for task in spec.tasks(5))
     with pytest.raises(UserError, match="choose one, such as reasoning_gym:chain_sum"):
         TaskSpec.parse("reasoning_gym")
-    with pytest.raises(UserError, match=r"no option 'max_term'; it has .*max_terms"):
+    with pytest.raises(UserError, match=r"no option 'max_term'; choose from .*max_terms"):
         spec.with_option("max_term", 2).tasks(5)
     with pytest.raises(UserError, match="no option 'name'"):
         spec.with_option("name", "gcd")

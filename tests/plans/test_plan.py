@@ -391,7 +391,7 @@ def test_weights_through_memory(big):
         and asked[1].disk["most"] <= asked[0].disk["most"]
     )
     assert warned(
-        f"for {waits[0] + 0.1:.0f} s longer than the next iteration's sampling. save_every: 5 "
+        f"takes {waits[0] + 0.1:.0f} s longer than the next iteration's sampling. save_every: 5 "
         f"reduces this to {(waits[0] + 0.1) / 5:.0f} s",
         asked[0],
     )

@@ -74,8 +74,9 @@ def agent_task(
     ...     return float("5" in choice.message.content)
     >>> task = agent_task(agent, right, messages="What is 2 + 3?", id="sums/5")
     >>> server = "http://127.0.0.1:8000/v1"
-    >>> asyncio.run(get_task_results([task], server, "m", n=2, pbar=False)).stats.reward_mean
-    1.0
+    >>> results = asyncio.run(get_task_results([task], server, "m", n=2, pbar=False))
+    >>> results[0].rewards
+    [1.0, 1.0]
     """
     is_command = (
         isinstance(agent, Sequence)

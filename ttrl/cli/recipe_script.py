@@ -328,7 +328,7 @@ def run_recipe(
             run=arguments.run, model=arguments.model, iterations=arguments.iterations, max_tokens=16
         )
         tasks = [task(number) for number in range(100)]
-        run_recipe(arguments, config, tasks[:84], tasks[84:], what="right sums")
+        print(run_recipe(arguments, config, tasks[:84], tasks[84:], what="right sums"))
     """
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(

@@ -131,10 +131,11 @@ def compare(
     ...     return float("5" in choice.message.content)
     >>> tasks = {"sums": [Task([{"role": "user", "content": "What is 2 + 3?"}], right)]}
     >>> for temperature, file in ((0.0, "cold.json"), (1.0, "warm.json")):
-    ...     settings = {"temperature": temperature, "output": file, "quiet": True}
+    ...     settings = {"temperature": temperature, "output": file, "pbar": False}
     ...     found = evaluate("http://127.0.0.1:8000/v1", tasks, **settings)
-    >>> compare("cold.json", "warm.json").sets[0].difference.mean
-    0.0
+    >>> [sums] = compare("cold.json", "warm.json").sets
+    >>> sums.first, sums.second
+    (1.0, 1.0)
     """
     if not 0.5 <= confidence <= 0.9999:
         raise UserError(

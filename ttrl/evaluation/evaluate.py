@@ -268,8 +268,8 @@ def evaluate(
     >>> def right(choice):
     ...     return float("5" in choice.message.content)
     >>> tasks = [Task([{"role": "user", "content": "What is 2 + 3?"}], right)]
-    >>> found = evaluate("http://127.0.0.1:8000/v1", {"sums": tasks}, quiet=True)
-    >>> found["sums"].mean_reward
+    >>> found = evaluate("http://127.0.0.1:8000/v1", {"sums": tasks}, pbar=False)
+    >>> found["sums"].accuracy.mean
     1.0
     """
     return run_evaluation(EvalConfig(model=model, tasks=tasks, **settings))

@@ -32,7 +32,7 @@ class InferenceEarlyStop:
     Raises UserError for values out of range.
 
     >>> InferenceEarlyStop().ends_at([-20.0] * 30)
-    20
+    21
     """
 
     def __init__(self, alpha: float = 0.992, threshold: float = -3.0) -> None:

@@ -50,8 +50,8 @@ class TaskResults(Sequence[TaskResult]):
     ...     for number in range(3)
     ... ]
     >>> results = TaskResults.from_samples(samples)
-    >>> results.stats.reward_mean
-    0.5
+    >>> len(results), [sample.reward for sample in results.samples]
+    (1, [0.0, 0.5, 1.0])
     """
 
     def __init__(

@@ -132,8 +132,8 @@ async def get_task_results(
     >>> tasks = [Task([{"role": "user", "content": "What is 2 + 3?"}], right)]
     >>> server = "http://127.0.0.1:8000/v1"
     >>> results = asyncio.run(get_task_results(tasks, server, "m", n=4, pbar=False))
-    >>> results.stats.reward_mean, len(results.samples)
-    (1.0, 4)
+    >>> [sample.reward for sample in results.samples]
+    [1.0, 1.0, 1.0, 1.0]
     """
     request = SamplingRequest(
         client=client,

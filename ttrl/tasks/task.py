@@ -139,10 +139,10 @@ class RolloutLimits:
 class Task:
     """OpenAI chat messages, and a grader to turn the model's answer into a reward.
 
-        Task(
-            messages=[{"role": "user", "content": "How many r are in strawberry?"}],
-            grader=lambda choice: float(choice.message.content.strip() == "3"),
-        )
+    >>> task = Task(
+    ...     messages=[{"role": "user", "content": "How many r are in strawberry?"}],
+    ...     grader=lambda choice: float(choice.message.content.strip() == "3"),
+    ... )
 
     The grader gets the `Choice` of an OpenAI chat completion and returns a reward, or (reward,
     metrics), now or as an awaitable. Assistant messages among `messages` are context: training

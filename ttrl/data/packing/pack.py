@@ -102,7 +102,7 @@ def packed_tensors_from_tokenized_results(
     ... ]
     >>> packed = packed_tensors_from_tokenized_results(samples, seq_len=32, pad_id=0)
     >>> packed.num_tokens, packed.num_trained  # the shared prompt is stored once
-    (23, 2)
+    (21, 2)
     """
     _check_options(
         seq_len, aggregation, constant_length, too_long, share, shortest_shared, multiple
