@@ -42,12 +42,6 @@ def agent_task(
 ) -> Task:
     """Return a task for an agent of an OpenAI-compatible endpoint; its requests are the rollout.
 
-        async def agent(session):
-            client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
-            ...  # anything; model=session.model
-
-        agent_task(agent, grader, messages="Find the fault in main.py.")
-
     agent: `async def agent(session)`, returning the reward, (reward, metrics) or None; or a
         command. A command finds the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL,
         and {"id", "sample", "messages"} in the file named by TTRL_AGENT_TASK. It is stopped with

@@ -261,9 +261,7 @@ def test_the_keeper_is_started_again(make_bench, tmp_path):
         while not (tmp_path / "started").exists():
             await asyncio.sleep(0.01)
         os.kill(made.keeper, signal.SIGKILL)
-        with pytest.raises(
-            GraderError, match=r"another program ended the grader processes|was ended by SIGKILL"
-        ):
+        with pytest.raises(GraderError, match=r"were killed from outside|was ended by SIGKILL"):
             await grading
 
     made.runner.run(while_it_runs())
@@ -345,7 +343,7 @@ def test_leaving_waits_for_nobody_and_leaves_nobody(make_bench, tmp_path):
         while len(list(tmp_path.iterdir())) < 2:
             await asyncio.sleep(0.01)
         made.graders.__exit__(None, None, None)
-        with pytest.raises(GraderError, match="another program ended the grader processes"):
+        with pytest.raises(GraderError, match="were killed from outside"):
             await grading
 
     made.runner.run(main())

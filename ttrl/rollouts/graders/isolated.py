@@ -182,7 +182,7 @@ class IsolatedGraders:
             )
         status = end.status
         if status is None:
-            return "another program ended the grader processes; the grade is lost"
+            return "the grader processes were killed from outside; the grade is lost"
         if status >= 0:
             return (
                 f"the grader ended its process with exit code {status} (os._exit?); let it return "
