@@ -42,7 +42,10 @@ RIGHT = [
     },
 ]
 WRONG = [
-    ({"objective": "grpo"}, "objective is 'grpo'; ttrl.objectives has no 'grpo'; it has ppo, "),
+    (
+        {"objective": "grpo"},
+        "objective is 'grpo'; ttrl.objectives has no 'grpo'; choose one of ppo, ",
+    ),
     ({"clip_low": 1.5}, "clip_low is 1.5; it must be in [0, 1]"),
     ({"clip_high": -0.1}, "clip_high is -0.1; it must be at least 0"),
     ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be above 1"),

@@ -37,8 +37,8 @@ def test_defaults_are_right():
         ({"samples_per_task": 1}, "set it to 2 or more"),
         ({"temperature": 0}, "greedy samples of a task are equal"),
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"aggregation": "constant"}, "they go together"),
-        ({"constant_length": 10}, "they go together"),
+        ({"aggregation": "constant"}, "the others take none"),
+        ({"constant_length": 10}, "the others take none"),
         ({"keep_checkpoints": 2}, "keep_checkpoints is 2; it must be at least 3"),
         (
             {"weight_sync": "inplace"},

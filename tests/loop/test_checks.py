@@ -138,7 +138,9 @@ def test_a_config_is_made_by_names():
         TrainConfig("runs/x", model="tiny", iterations=0)
     assert caught.value.problems[0] == "'runs/x' has no name; write settings by name, such as run=…"
     assert "iterations is 0" in caught.value.problems[2] and len(caught.value.problems) == 3
-    with pytest.raises(ConfigError, match=r"it is of type dict; make it with ttrl.TrainConfig"):
+    with pytest.raises(
+        ConfigError, match=r"the config is of type dict; make it with ttrl.TrainConfig"
+    ):
         train(RIGHT, TASKS)
 
 

@@ -225,7 +225,7 @@ def test_every_third_policy_is_validated_besides_the_first_and_the_last(world):
 
 def test_an_unknown_validation_metric_is_named_in_the_line(world, capsys):
     world.train(validation_metric="rigth", iterations=1)
-    assert "no held-out metric 'rigth' (there are: reward, right)" in capsys.readouterr().out
+    assert "no held-out metric 'rigth' (known: reward, right)" in capsys.readouterr().out
 
 
 def test_the_best_checkpoint_outlives_pruning_and_the_rest_does_not(world):

@@ -330,7 +330,7 @@ def test_another_config_is_refused_with_the_differences(world):
     world.train(iterations=1, sampling={"stop": ("x", "y")})
     with pytest.raises(
         RunFolderError,
-        match=r"(?s)- temperature: 1\.0.*\+ temperature: 0\.5.*Choose another run folder",
+        match=r"(?s)- temperature: 1\.0.*\+ temperature: 0\.5.*choose another run folder",
     ):
         world.train(iterations=1, temperature=0.5, sampling={"stop": ("x", "y")})
     # A tuple is a list in YAML: the same config.

@@ -137,7 +137,7 @@ def test_the_same_logger_twice_is_two(tmp_path, recorder):
 
 WRONG = [
     ("tensorbord", "did you mean 'tensorboard'"),
-    ("nothing", "there are stdout, tensorboard, wandb"),
+    ("nothing", "choose from stdout, tensorboard, wandb"),
     (3, "neither a name nor a mapping"),
     ({"log_dir": "x"}, "names no logger"),
     ({"name": "stdout", "log_dir": "x"}, "stdout has no argument 'log_dir'"),

@@ -198,7 +198,7 @@ def test_a_store_that_cannot_be_read_is_found_before_vllm_is_started(
         check_store("s3://no-such-bucket/run")
     with pytest.raises(UserError, match="cannot be at"):
         check_store("ftp://h/run")
-    with pytest.raises(UserError, match="carries credentials") as refused:
+    with pytest.raises(UserError, match="contains credentials") as refused:
         check_store("s3://b/run?aws_secret_access_key=topsecret")
     assert "topsecret" not in str(refused.value)
 

@@ -179,7 +179,7 @@ def test_port_in_use(fake_server, tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(
             ServerStartError,
-            match=rf"127\.0\.0\.1:{port}: Address already in use; give another port",
+            match=rf"127\.0\.0\.1:{port}: Address already in use; use another port",
         ):
             fake_server(port=port).start()
     assert not (tmp_path / "server.log").exists()  # nothing was started

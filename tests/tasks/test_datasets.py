@@ -89,10 +89,10 @@ def test_other_shapes_of_json(tmp_path):
         ("x.jsonl", "[1, 2]", r"line 1: \[1, 2\]; a row is an object"),
         ("x.jsonl", "", r"x\.jsonl: no rows"),
         ("x.json", "[]", r"x\.json: no rows"),
-        ("x.json", '{"a": 1}', r"x\.json: it holds \{'a': 1\}"),
+        ("x.json", '{"a": 1}', r"x\.json holds \{'a': 1\}"),
         ("x.json", "{", r"x\.json: not JSON"),
         ("x.csv", "question,choices,answer\na,[],1\nb,[\n", "row 2: its number of columns"),
-        ("x.csv", "question,choices,answer\na,x,1\n", "row 1: choices is 'x'; .* written as JSON"),
+        ("x.csv", "question,choices,answer\na,x,1\n", "row 1: choices is 'x'; .* write it as JSON"),
         (
             "x.csv",
             'question,choices,answer\na,[],1\nb,[],"2\nc,[],3\n',

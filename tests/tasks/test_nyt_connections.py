@@ -333,7 +333,7 @@ def test_commas_in_words(reply):
         ({"groups": 3}, "not iterable"),
         ({"groups": "x"}, "neither JSON nor Python's lists"),
         ({"groups": [["a"] * 4] * 4}, "no word twice"),
-        ({"groups": GROUPS[:3]}, "must be 4 groups"),
+        ({"groups": GROUPS[:3]}, "give 4 groups"),
         ({"groups": ["abcd", "efgh", "ijkl", "mnop"]}, "a group is 'abcd'"),
         ({"groups": [[1, 2, 3, 4], *GROUPS[1:]]}, "a group is"),
         ({"groups": [{"theme": "x"}, *GROUPS[1:]]}, "no field 'members'"),

@@ -256,7 +256,7 @@ def test_the_policy_has_the_folders_weights_bit_for_bit(family, model_folder):
         ),
         (
             lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(32)}),
-            r"not expected \['layers\.2\.sa_norm\.scale'\]",
+            r"unexpected \['layers\.2\.sa_norm\.scale'\]",
         ),
     ],
     ids=["missing", "shape", "surplus"],
@@ -348,8 +348,8 @@ def test_switches_that_exclude_each_other_are_all_named(settings, texts):
             5,
             [
                 "number of processes is 1, not a multiple; start 5",
-                "num_attention_heads, 4",
-                "num_key_value_heads, 2",
+                "num_attention_heads is 4",
+                "num_key_value_heads is 2",
                 "intermediate_size, 48",
             ],
         ),

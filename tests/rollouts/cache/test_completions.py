@@ -255,7 +255,7 @@ def test_none_and_caches_pass_through() -> None:
     [
         (
             "ftp://host/folder",
-            "known are a folder's path, file:///folder, memory://, s3://bucket/folder",
+            "use a folder's path, file:///folder, memory://, s3://bucket/folder",
         ),
         ("s3:bucket", "cannot be at"),
         ("memory:", "cannot be at"),
