@@ -26,7 +26,7 @@ def add_options(parser):
         type=int,
         nargs="+",
         default=[None],
-        help="how hard, from 0 (each family's own default)",
+        help="difficulty, from 0 (default: each family's own)",
     )
 
 

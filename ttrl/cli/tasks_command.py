@@ -15,7 +15,7 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     )
     families = "temporal-clue, temporal-clue-night (like the published ones), zebra-grid"
     generate.add_argument("family", metavar="FAMILY", help=families)
-    generate.add_argument("--n", type=int, required=True, help="how many")
+    generate.add_argument("--n", type=int, required=True, help="number of puzzles")
     generate.add_argument(
         "--out",
         type=Path,
