@@ -17,7 +17,9 @@ TASKS = "reasoning_gym:chain_sum"
 
 def add_options(parser):
     parser.add_argument("--tasks", default=TASKS, help=f"names, separated by commas ({TASKS})")
-    parser.add_argument("--n", type=int, default=1024, help="number of training tasks (default: 1024)")
+    parser.add_argument(
+        "--n", type=int, default=1024, help="number of training tasks (default: 1024)"
+    )
 
 
 if __name__ == "__main__":
