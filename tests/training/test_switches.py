@@ -350,7 +350,7 @@ def test_switches_that_exclude_each_other_are_all_named(settings, texts):
                 "number of processes is 1, not a multiple; start 5",
                 "num_attention_heads is 4",
                 "num_key_value_heads is 2",
-                "intermediate_size, 48",
+                "intermediate_size is 48",
             ],
         ),
     ],
