@@ -586,7 +586,8 @@ def test_rollouts_that_fail_cost_their_samples_alone(kit):
         ),
         (
             both_at_once,
-            "RolloutError: this chat is waiting for a reply; for requests at the same time, use a copy",
+            "RolloutError: this chat is waiting for a reply; for requests at the same time, use a "
+            "copy",
             0,
         ),
         (cancelled, "RolloutError: PLACE: the rollout raised .*CancelledError", 1),
