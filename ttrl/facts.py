@@ -29,9 +29,9 @@ Figure: TypeAlias = float | UnsetType | None
 class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Figures under their names in a file."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Mapping[str, Any]:
         """Return plain values, as they stand in the file."""
-        values: dict[str, Any] = msgspec.to_builtins(self)
+        values: dict[str, object] = msgspec.to_builtins(self)
         for one in msgspec.structs.fields(self):
             if isinstance(one.default, Facts) and getattr(self, one.name) == one.default:
                 values.pop(one.name, None)
@@ -44,7 +44,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
     """Return the facts of this kind in a JSON object."""
-    known: dict[str, Any] = {}
+    known: dict[str, object] = {}
     for one in msgspec.structs.fields(kind):
         value = _without_nulls(values.get(one.name))
         if value is None:
@@ -66,6 +66,11 @@ def parse(kind: type[T], data: bytes | str) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
+
+
+def dumped(value: object) -> str:
+    """Return the JSON of facts, records or plain values; NaN and infinity become null."""
+    return msgspec.json.encode(value).decode()
 
 
 def part_of(kind: type[F], facts: Facts) -> F:
@@ -244,9 +249,31 @@ class StepFigures(StepMeans):
     memory_peaks: dict[str, float] | None = None
 
 
-class Step(StepFigures):
-    """A line of train.jsonl, without the parts only people read."""
+class Routing(Facts):
+    """The router metrics of a step. Lists have one entry per layer with experts."""
 
+    layers: list[int]
+    entropy: list[float]
+    largest_load: list[float]
+    unused: list[int]
+    replayed: float
+    """Share of the replayed tokens over all layers, as `differing` of otherwise routed ones."""
+    differing: float
+
+
+class Step(StepFigures):
+    """A line of train.jsonl."""
+
+    iteration: Count = None
+    kl_loss: Number = None
+    entropy_loss: Number = None
+    chosen_fraction: Number = None
+    ratio_min: Number = None
+    ratio_max: Number = None
+    value_grad_norm: Number = None
+    normaliser: Number = None
+    flops_per_second: Number = None
+    routing: Routing | None = None
     skipped: str | None = None
     """The reason for skipping the step."""
     row_tokens: Count = None
@@ -282,6 +309,23 @@ class Sync(Facts):
     servers: Count = None
     left_out: dict[str, str] | None = None
     """Why, by address."""
+
+
+class WeightsComparison(Facts, omit_defaults=False):
+    """A vLLM worker's comparison of its weights with a source."""
+
+    problems: list[str] = []
+    """Differences, in words."""
+    tensors: dict[str, str] = {}
+    """SHA-256 of the bytes read, by a tensor's name (and number, for parts)."""
+    compared: int = 0
+    """Elements compared with the source."""
+    unchecked: int = 0
+    """Elements of parameters not comparable."""
+    exact: bool = False
+    """Whether packed copies were compared bit for bit, too."""
+    failed: str | None = None
+    """The reason for comparing nothing."""
 
 
 class RolloutStats(Facts, omit_defaults=False):
@@ -750,7 +794,7 @@ class MetricsRow(Facts):
         """Return the drift between sampler and trainer; empty if they were not compared."""
         return self.sampler_trainer or SamplerTrainer()
 
-    def by_name(self, separator: str = ".") -> dict[str, Any]:
+    def by_name(self, separator: str = ".") -> Mapping[str, Any]:
         """Return all values by flat names, "train.entropy", without figures by weights version:
         their names differ in each iteration.
         """

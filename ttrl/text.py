@@ -134,11 +134,11 @@ def one_line(value: object, most: int = 400) -> str:
     return text[: most - 1] + "…"
 
 
-def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], separator: str = ".") -> Mapping[str, Any]:
     """Return nested mappings as one: {"train": {"loss": 1}} as {"train.loss": 1}. Empty ones are
     left out.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
             found |= {

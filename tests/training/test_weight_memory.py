@@ -24,11 +24,11 @@ def digest(tensor):
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def read(handed_over):
+def read(path, parts):
     """The tensors, with each part held to its digest, and every element in one part."""
-    weights = load_file(handed_over["memory"])
+    weights = load_file(path)
     left = {name: torch.ones(tensor.shape, dtype=torch.int) for name, tensor in weights.items()}
-    for name, starts, lengths, sha in handed_over["parts"]:
+    for name, starts, lengths, sha in parts:
         part = tuple(
             slice(start, start + length) for start, length in zip(starts, lengths, strict=True)
         )
@@ -49,7 +49,7 @@ def test_it_is_what_a_checkpoint_would_be(family, dtype, model_folder, tmp_path)
     stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
     if policy.decoder.config.tie_word_embeddings:
         stored.pop("lm_head.weight", None)  # the worker makes it from the embeddings
-    held = read(hand_over(memory, policy, start, dtype))
+    held = read(memory.path, hand_over(memory, policy, start, dtype))
     assert held.keys() == stored.keys() and all(
         torch.equal(held[name], stored[name]) for name in held
     )
@@ -63,12 +63,12 @@ def test_parts_of_any_number_of_dimensions_are_named_with_their_place():
         Held("m", (torch.ones(3, 4),)),
         Held("c", (torch.ones(2, 3, 4, 5),)),
     ]
-    said = memory.write(tensors, torch.float32)
-    assert [part[:3] for part in said["parts"]] == [
+    parts = memory.write(tensors, torch.float32)
+    assert [part[:3] for part in parts] == [
         *(("v", [0], [5]), ("v", [5], [2]), ("m", [0, 0], [3, 4])),
         ("c", [0, 0, 0, 0], [2, 3, 4, 5]),
     ]
-    read(said)
+    read(memory.path, parts)
     memory.close()
 
 
@@ -143,9 +143,11 @@ def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_fo
     start, whole = model_folder(family), WeightMemory(HERE)
     with HandingOver(start, processes, tensor_parallel) as trainer:
         said = [trainer.hold_out(start) for _ in range(2)][1]
-        held = read(said)
+        held = read(said["memory"], said["parts"])
         assert len(said["parts"]) > len(held)  # nothing was gathered
-        alone = read(hand_over(whole, load_policy_in(start, torch.float32), start, "fp32"))
+        alone = read(
+            whole.path, hand_over(whole, load_policy_in(start, torch.float32), start, "fp32")
+        )
         assert save(held) == save(alone)
     whole.close()
     assert not os.path.exists(said["memory"])

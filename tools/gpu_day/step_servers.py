@@ -18,12 +18,11 @@ from serving import NAME, first_rank, make_adapter, make_server, memory_of
 from steps import Place
 from support.training_steps import start_and_moved
 
+from ttrl.records import Canary, Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import WeightMemory
-from ttrl.weights.canary import Canary
-from ttrl.weights.source import Handover
 from ttrl.weights.sync import SyncReport, reset_prefix_cache, sleep, sync_weights
 
 

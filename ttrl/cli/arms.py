@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from ttrl.cli.recipe_script import run_recipe
 from ttrl.cli.settings import with_settings
+from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.comparison import compare_seeds
@@ -206,7 +207,7 @@ def _run_arms(
     return f"{compared.table()}\n{page}"
 
 
-def _how(config: TrainConfig) -> dict[str, Any]:
+def _how(config: TrainConfig) -> Settings:
     """Return a run's settings for its held-out tasks, as settings of `evaluate`."""
     return {
         "samples_per_task": config.validation_samples,
@@ -530,7 +531,7 @@ def _ask(checkpoint: Path, asked: HeldOut, path: Path) -> ValidateFacts:
 
 def _ask_sets(checkpoint: Path, sets: Sets, how: Mapping[str, Any], path: Path) -> None:
     """Ask a policy the further held-out sets, once."""
-    if sets and not (path.exists() and read_result(path)["complete"]):
+    if sets and not (path.exists() and read_result(path).complete):
         evaluate(str(checkpoint), sets, output=path, pbar=False, **how)
 
 

@@ -70,7 +70,7 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
     return not any(case["passed"] is False for case in cases)
 
 
-def _case(part: str, case: str, passed: bool | None, found: str, since: float) -> dict[str, Any]:
+def _case(part: str, case: str, passed: bool | None, found: str, since: float) -> Case:
     return {
         "part": part,
         "case": case,

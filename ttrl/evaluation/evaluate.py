@@ -29,6 +29,7 @@ from ttrl.configs.vllm_arguments import argument_problems
 from ttrl.errors import ConfigError, ModelFolderError, ServerError, TtrlError, UserError, complaints
 from ttrl.evaluation.eval_results import EvalResult, SetResult, read_result
 from ttrl.evaluation.families import GENERATED_BY_DEFAULT, TaskSpec
+from ttrl.messages import JsonObject
 from ttrl.ready_models import is_ready, ready_model
 from ttrl.registries import FAMILIES
 from ttrl.rollouts.cache.completions import Cache
@@ -202,9 +203,9 @@ class EvalConfig(Config):
                 "give weights_digest (--weights-digest), a name that changes with the weights"
             )
 
-    def sampling_params(self) -> dict[str, Any]:
+    def sampling_params(self) -> Mapping[str, Any]:
         """Return the parameters of each request."""
-        params: dict[str, Any] = {"logprobs": False}
+        params: dict[str, object] = {"logprobs": False}
         temperature = self.temperature
         if temperature is None and "temperature" not in self.params:
             if self.samples_per_task == 1:
@@ -221,7 +222,7 @@ class EvalConfig(Config):
     def elsewhere(cls, name: str) -> str | None:
         return _FORMER.get(name)
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> Mapping[str, Any]:
         """Return the settings with effect on answers, for the JSON; no keys."""
         told = {
             one.name: getattr(self, one.name)
@@ -517,7 +518,7 @@ def _samples(path: str | os.PathLike[str] | None) -> Any:
     """Yield a list and write it as JSON lines at the end, even after an error; None writes
     nothing.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     try:
         yield rows
     finally:

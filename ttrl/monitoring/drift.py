@@ -224,7 +224,7 @@ def check_drift(
     return report
 
 
-def _server_info(ask: Callable[[str], Any] | None) -> dict[str, Any] | None:
+def _server_info(ask: Callable[[str], Any] | None) -> Mapping[str, Any] | None:
     """Ask vLLM for its configuration; None without an answer."""
     if ask is None:
         return None

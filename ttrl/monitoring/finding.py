@@ -4,8 +4,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from ttrl.configs.base import Settings
 from ttrl.facts import MetricsRow, Pick, held_out, number
 
 RECENT = 5
@@ -38,7 +39,7 @@ class History:
     """The rows of a run, with queries for the rules."""
 
     rows: list[MetricsRow]
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Settings = field(default_factory=dict)
 
     @property
     def iterations(self) -> list[MetricsRow]:

@@ -291,7 +291,7 @@ def check_trainable(model: str, *, experts: bool = False) -> None:
         )
 
 
-def read_model_config(model: str) -> dict[str, Any]:
+def read_model_config(model: str) -> Mapping[str, Any]:
     """Read config.json of a model folder, its own path, or a name on the hub.
 
     Its dtype is the weights' own, if they are present. If the hub does not give the file, models
@@ -363,13 +363,13 @@ def context_of(model: str) -> int | None:
     return None
 
 
-def published_config(model: str) -> dict[str, Any] | None:
+def published_config(model: str) -> Mapping[str, Any] | None:
     """Return the config of a model known without the hub; None for any other name."""
     return _published().get(model)
 
 
 @functools.cache
-def _published() -> dict[str, dict[str, Any]]:
+def _published() -> dict[str, Mapping[str, Any]]:
     """Read the configs of published models, by their names on the hub."""
     text = importlib.resources.files("ttrl.costs").joinpath("architectures.json").read_text("utf-8")
     return {name: config for config in json.loads(text).values() for name in config["hub"]}

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ttrl.errors import TaskError, UserError
 from ttrl.loop.carried import task_key
 from ttrl.loop.environment import git_commit
+from ttrl.messages import JsonObject
 from ttrl.records import Sample
 from ttrl.system.files import digest
 from ttrl.tasks.reference import load_reference, tasks_of
@@ -79,11 +80,11 @@ class Regrader:
         self._paths = _source_files(sources if module is None else [module, *sources])
 
     @property
-    def described(self) -> dict[str, Any]:
+    def described(self) -> JsonObject:
         """Return the entry for replay.json: the reference, digests of the code's files, their git
         commit, the tasks.
         """
-        described: dict[str, Any] = {
+        described: dict[str, object] = {
             self.kind: self.reference,
             "files": {_relative(path): digest(path) for path in self._paths},
             "git_commit": git_commit(self._paths[0].parent) if self._paths else None,

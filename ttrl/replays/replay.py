@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,7 +261,7 @@ def _check_output(path: Path) -> None:
         raise RunFolderError(f"{path} is there already and is not a replay; give another --output")
 
 
-def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]:
+def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> Mapping[str, Any]:
     """Clean the folder; return the earlier replay.json of this replay. Raises RunFolderError for a
     replay of another grader; with `again`, remove it instead."""
     reap_leftovers(folder.path)
@@ -270,7 +270,7 @@ def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]
     if not path.exists():
         return {}
     try:
-        before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        before: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         is_same = before["identity"] == regrader.identity
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path} is damaged ({error}); remove {folder.path}") from error

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ttrl.configs.base import Settings
 from ttrl.errors import UserError
 from ttrl.facts import MetricsRow, Pick, number
 from ttrl.intervals import Difference, difference_over_seeds, estimate_mean
@@ -65,7 +66,7 @@ class Arm:
 
     name: str
     points: list[Point]
-    settings: dict[str, Any]
+    settings: Settings
     """The settings with differences between arms."""
     mean: float | None
     interval: tuple[float, float] | None
@@ -443,7 +444,7 @@ def spent(run: RunData) -> dict[str, list[float | None]]:
     }
 
 
-def _config(run: RunData) -> dict[str, Any]:
+def _config(run: RunData) -> Settings:
     """Return the settings, with paths in the run's own folder, such as a warm start, made equal."""
     own = str(run.config.get("run") or run.folder.absolute())
     return {

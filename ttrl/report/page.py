@@ -19,7 +19,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -138,15 +137,12 @@ def _packed_row(run: RunData) -> PackedRow | None:
     if not there:
         return None
     from ttrl.data.packing.packed import PackedTensors
-    from ttrl.data.packing.packed_file import load_packed
     from ttrl.data.pictures.rows_page import packed_row_html
 
     path = run.iteration_folder(there[-1]) / "packed.safetensors"
     try:
         # Mapped into memory: only the drawn row is read and checked.
-        tensors, samples, header = load_packed(path)
-        columns: dict[str, Any] = {**tensors, **header}
-        packed = PackedTensors(samples=samples, **columns)
+        packed = PackedTensors.load(path, checked=False)
         if packed.num_rows == 0:
             return None
         first = packed.rows([0])

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ttrl.messages import Message
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.attempts import CountedAttempt
@@ -23,7 +24,7 @@ class Group:
         self.task = job.task
         self.first = job.first
         self.digest = sampling.digest(job.task.messages)
-        self.messages: list[dict[str, Any]] = [dict(message) for message in job.task.messages]
+        self.messages: list[Message] = [dict(message) for message in job.task.messages]
         self.size = Size.of(self.messages, 1, sampling.chat_request.max_tokens)
         self.has_asked = False
         """Whether a request was made."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TtrlError
 from ttrl.facts import RolloutStats
+from ttrl.messages import JsonObject
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.progress import Prices
 from ttrl.system.files import json_line
@@ -79,7 +80,7 @@ class TaskResults(Sequence[TaskResult]):
         rows = []
         for result in self._results:
             for sample in result.samples:
-                row: dict[str, Any] = {
+                row: dict[str, object] = {
                     name: getattr(sample, name) for name in _COLUMNS if name != "tokens"
                 }
                 row["tokens"] = None if sample.token_ids is None else len(sample.token_ids)
@@ -121,7 +122,7 @@ class TaskResults(Sequence[TaskResult]):
         """Every sample, failed ones included, task by task."""
         return [sample for result in self._results for sample in result.samples]
 
-    def to_jsonl_rows(self) -> list[dict[str, Any]]:
+    def to_jsonl_rows(self) -> list[JsonObject]:
         """Return one JSON object per sample, in the form of rollouts.jsonl."""
         return [sample.to_json() for sample in self.samples]
 

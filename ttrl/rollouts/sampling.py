@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.errors import TaskError, UserError, describe
+from ttrl.messages import JsonObject
 from ttrl.records import TaskResult
 from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
 from ttrl.rollouts.client.assembly import STOPPED_EARLY
@@ -225,7 +226,7 @@ class Sampling:
 
     def cache_body(
         self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return the inputs of an answer: the request (by default the call's), and any named early
         stop.
         """
@@ -277,7 +278,7 @@ class Sampling:
             seconds = loop.time() - began
             self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, error=error)
             raise
-        facts: dict[str, Any] = {}
+        facts: dict[str, int | None] = {}
         got = [answer for answer in answers if answer is not None]
         if got:
             facts = {

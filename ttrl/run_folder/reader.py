@@ -4,15 +4,15 @@ Anything may be missing: from a run stopped in its first iteration, an older ver
 Missing values are None or an empty list here, and left out on the page.
 """
 
-import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ttrl.configs.base import Settings
 from ttrl.errors import RunFolderError
 from ttrl.facts import ConfigChange, Figure, MetricsRow, Pick, number, read_facts
 from ttrl.intervals import wilson
@@ -31,8 +31,8 @@ class RunData:
     folder: Path
     rows: list[MetricsRow]
     """By iteration, ascending; iteration 0 is the starting model."""
-    config: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
+    config: Settings = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
     config_history: list[ConfigChange] = field(default_factory=list)
 
     @property
@@ -102,17 +102,17 @@ def _history(folder: Path) -> list[ConfigChange]:
         return []
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file (JSON is YAML) as a dictionary; empty if unreadable."""
+def read_mapping(path: Path) -> Mapping[str, Any]:
+    """Read a mapping in a YAML or JSON file (JSON is YAML); empty if unreadable."""
     try:
         stat = path.stat()
-        return copy.deepcopy(_parsed(path, stat.st_mtime_ns, stat.st_size))
+        return _parsed(path, stat.st_mtime_ns, stat.st_size)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
 
 
 @functools.lru_cache(maxsize=8)
-def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
+def _parsed(path: Path, changed: int, size: int) -> Mapping[str, Any]:
     """Parse a file once while it is unchanged: parsing YAML takes longer than looking at the rest
     of a run folder.
     """

@@ -27,6 +27,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from ttrl.messages import JsonObject
+
 KEY_VARIABLE = "VLLM_API_KEY"
 OPEN_PATHS = frozenset({"/health"})
 """Says only "up", for monitors without the key."""
@@ -198,14 +200,12 @@ def _text(value: bytes | None) -> str:
     return value.decode("latin-1")
 
 
-def _error(message: str, code: int, kind: str = "invalid_request_error") -> dict[str, Any]:
+def _error(message: str, code: int, kind: str = "invalid_request_error") -> JsonObject:
     """Write an error as OpenAI does."""
     return {"error": {"message": message, "type": kind, "code": code}}
 
 
-async def answer(
-    send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]
-) -> None:
+async def answer(send: Send, status: int, body: JsonObject, *headers: tuple[bytes, bytes]) -> None:
     await send(
         {
             "type": "http.response.start",

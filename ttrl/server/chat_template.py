@@ -82,7 +82,7 @@ def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
     return None
 
 
-def json_file(model: str | os.PathLike[str], name: str) -> dict[str, Any]:
+def json_file(model: str | os.PathLike[str], name: str) -> Mapping[str, Any]:
     """Return a JSON file of a model; {} if it is missing or holds something else."""
     file = small_file(model, name)
     with contextlib.suppress(OSError, ValueError):

@@ -33,7 +33,7 @@ _RECURRENT = (
 
 def cpu_arguments(
     model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Return arguments for a server on a CPU: `cpu_batch`, plus no prefix cache for models with
     recurrent layers (vLLM 0.32 cannot keep their states there) or with returned experts
     (`ttrl.vllm_worker.routing`)."""

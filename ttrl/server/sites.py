@@ -175,7 +175,9 @@ class FetchAdapters:
             return
         try:
             if scope["method"] == "GET":
-                found: dict[str, Any] = {"base": await asyncio.to_thread(base_digests, self._model)}
+                found: dict[str, object] = {
+                    "base": await asyncio.to_thread(base_digests, self._model)
+                }
             else:
                 files = _checked(json.loads(await _body(receive)))
                 found = {"folder": str(await asyncio.to_thread(self._fetch, files))}

@@ -412,7 +412,7 @@ def read_jsonl(
     key: str | None = None,
     *,
     appended: bool = True,
-) -> list[dict[str, Any]]:
+) -> list[Mapping[str, Any]]:
     """Read JSON lines. With `key`, a later line replaces an earlier one of the same value.
 
     appended: drop a damaged last line without a newline, left by an interrupted append; False for
@@ -424,7 +424,7 @@ def read_jsonl(
         lines = again(Path(path).read_bytes).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):  # also if another thread has just removed it
         return []
-    rows: list[dict[str, Any]] = []
+    rows: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

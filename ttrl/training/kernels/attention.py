@@ -422,8 +422,9 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     # Makes it visible to selective checkpointing.
-    options: dict[str, Any] | None = {"wrap_inductor_compiled_regions": True}
-    options = options if backend == "inductor" else None
+    options: dict[str, bool] | None = None
+    if backend == "inductor":
+        options = {"wrap_inductor_compiled_regions": True}
     compiled: Callable[..., Tensor] = torch.compile(
         _attend_compiled, backend=backend, options=options, fullgraph=True, dynamic=False
     )
