@@ -9,14 +9,14 @@ missing group of figures is empty, so `row.train.entropy` always works. `read_fa
 older and newer versions: null and other types count as missing; other names are ignored.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType, field
 
-from ttrl.text import flat, is_number, si
+from ttrl.text import flat, is_number, present, si
 
 F = TypeVar("F", bound="Facts")
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
     """Return the facts of this kind in a JSON object."""
-    known: dict[str, object] = {}
+    found: dict[str, object] = {}
     for one in msgspec.structs.fields(kind):
         value = _without_nulls(values.get(one.name))
         if value is None:
@@ -52,12 +52,12 @@ def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
         nested = _facts_in(one.type)
         try:
             if nested is not None and isinstance(value, dict):
-                known[one.name] = read_facts(nested, value)
+                found[one.name] = read_facts(nested, value)
             else:
-                known[one.name] = msgspec.convert(value, one.type)
+                found[one.name] = msgspec.convert(value, one.type)
         except (msgspec.ValidationError, TypeError):
             continue
-    return kind(**known)
+    return kind(**found)
 
 
 def parse(kind: type[T], data: bytes | str) -> T:
@@ -83,6 +83,11 @@ def number(figure: Figure) -> float | None:
     if is_number(figure):
         return float(figure)
     return None
+
+
+def numbers(figures: Iterable[Figure]) -> list[float]:
+    """Return the figures with a number."""
+    return present(map(number, figures))
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
@@ -817,6 +822,12 @@ class MetricsRow(Facts):
 
 Pick: TypeAlias = Callable[[MetricsRow], Figure]
 """Name a figure of a row: `lambda row: row.train.entropy`."""
+
+
+def points(rows: Iterable[MetricsRow], pick: Pick) -> list[tuple[int, float]]:
+    """Return (iteration, number) of each row with the figure."""
+    found = ((row.iteration, number(pick(row))) for row in rows)
+    return [(iteration, figure) for iteration, figure in found if figure is not None]
 
 
 def metric(name: str) -> Pick:

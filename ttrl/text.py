@@ -7,7 +7,14 @@ import numbers
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
+
+T = TypeVar("T")
+
+
+def present(values: Iterable[T | None]) -> list[T]:
+    """Return the values without those that are None."""
+    return [value for value in values if value is not None]
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

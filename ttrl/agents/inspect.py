@@ -51,8 +51,14 @@ def get_inspect_tasks(
         check_count(n)
     limits = limits or RolloutLimits(seconds=300.0)
     program = worker_program("inspect_ai", python)
-    task = name.replace(".py:", ".py@")
-    order = Order("inspect_ai", task, options, limits.turns, limits.tokens, most=_MOST)
+    order = Order(
+        package="inspect_ai",
+        id=name.replace(".py:", ".py@"),
+        options=options,
+        turns=limits.turns,
+        tokens=limits.tokens,
+        most=_MOST,
+    )
     rows = list_rows(program, order, f"inspect_ai:{name}")
     tasks = [
         agent_task(

@@ -150,7 +150,8 @@ class Session:
 
     async def response(self, request: web.Request) -> web.Response:
         """Repeat an earlier response of this session."""
-        found = self._answered.get(name := request.match_info["response"])
+        name = request.match_info["response"]
+        found = self._answered.get(name)
         if found is None:
             raise web.HTTPNotFound(reason=f"{short(name, 60)} is no response of this session")
         return web.json_response(found)

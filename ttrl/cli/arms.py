@@ -19,7 +19,6 @@ memory of all arms are checked before the first one starts.
 
 import argparse
 import dataclasses
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,10 +53,10 @@ from ttrl.run_folder.folder import IterationFolder, RunFolder
 from ttrl.run_folder.metrics import metrics_row
 from ttrl.run_folder.reader import held_out_text, read_mapping, read_run
 from ttrl.system.console import Console, clock
-from ttrl.system.files import append_jsonl, read_jsonl, write_jsonl
+from ttrl.system.files import append_jsonl, read_jsonl, read_object, write_jsonl
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
-from ttrl.text import counted, percent, si_spaced
+from ttrl.text import counted, percent, present, si_spaced
 
 RL = "RL"
 SFT = "SFT"
@@ -358,7 +357,7 @@ def _same_flops(
         fitted.settings,
         dataclasses.replace(asked, how={**asked.how, "dtype": made.dtype}),
         by="flops",
-        marks=[value for place in chosen if (value := flops[place]) is not None],
+        marks=present(flops[place] for place in chosen),
         before=RunFolder(rl).iteration(0),
         processes=fitted.processes,
     )
@@ -573,7 +572,7 @@ def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
 
 def _sft_plan(run: Path) -> str:
     """Describe RL's plan for SFT; it takes as many FLOPs."""
-    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    plan = read_object(run / "plan.json")
     flops = plan["iterations"] * sum(
         plan["flops"][name] for name in ("sampling", "training", "prepass")
     )

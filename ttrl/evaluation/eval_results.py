@@ -21,7 +21,7 @@ from ttrl.rollouts.results import TaskResults
 from ttrl.system.files import write_text
 from ttrl.system.frames import data_frame
 from ttrl.tasks.task import Task
-from ttrl.text import counted, percent, si
+from ttrl.text import counted, percent, present, si
 
 if TYPE_CHECKING:
     from ttrl.system.frames import DataFrame
@@ -48,7 +48,7 @@ class TaskScores:
     @property
     def known(self) -> list[float]:
         """Return the scores of the graded samples."""
-        return [score for score in self.scores if score is not None]
+        return present(self.scores)
 
 
 @dataclass(kw_only=True)

@@ -151,7 +151,8 @@ class EvalConfig(Config):
         if not self.model:
             found.append("model is ''; give a model folder, a name on the hub, or an address")
         found += self.at_least(1, "n", "max_tokens", "concurrency", "samples_per_task")
-        if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples_per_task]:
+        wrong = [k for k in self.pass_at if not 1 <= k <= self.samples_per_task]
+        if wrong:
             found.append(
                 f"pass_at has {wrong}; pass@k needs samples_per_task >= k >= 1, and that is "
                 f"{self.samples_per_task}"

@@ -65,6 +65,7 @@ from ttrl.system.files import (
     atomic_folder,
     model_files,
     read_jsonl,
+    read_object,
     remove_folder,
     remove_leftovers,
     write_jsonl,
@@ -400,7 +401,7 @@ class Phases:
 
     @functools.cached_property
     def _shape(self) -> ModelShape:
-        return model_shape(json.loads((self.model / "config.json").read_text(encoding="utf-8")))
+        return model_shape(read_object(self.model / "config.json"))
 
     # Training
 
@@ -560,7 +561,8 @@ class Phases:
             with contextlib.suppress(OSError):
                 remove_leftovers(folder, name)
         self.trainer.make_checkpoint(number, recipe_config)
-        if recipe_config["packed"] and (handover := self.trainer.handover(number)) is not None:
+        handover = self.trainer.handover(number) if recipe_config["packed"] else None
+        if handover is not None:
             check_bits(
                 self.folder.iteration(number),
                 handover.digests,
@@ -661,7 +663,7 @@ def _known_digests(iteration: Path) -> dict[str, str]:
         if file.is_file():
             known |= {
                 f"{file.parent.name}/{of}": sha
-                for of, sha in json.loads(file.read_text()).get("files", {}).items()
+                for of, sha in read_object(file).get("files", {}).items()
             }
     return known
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ttrl.configs.base import Settings
-from ttrl.facts import MetricsRow, Pick, held_out, number
+from ttrl.facts import MetricsRow, Pick, held_out, number, numbers, points
 
 RECENT = 5
 """Iterations judged together: one is noise, and twenty would tell a person too late."""
@@ -60,17 +60,11 @@ class History:
 
     def values(self, pick: Pick, rows: Sequence[MetricsRow] | None = None) -> list[float]:
         """Return the known values of a figure, in order."""
-        return [
-            known
-            for row in (self.iterations if rows is None else rows)
-            if (known := number(pick(row))) is not None
-        ]
+        return numbers(map(pick, self.iterations if rows is None else rows))
 
     def points(self, pick: Pick) -> list[tuple[int, float]]:
         """Return [(iteration, value)] of all rows with the figure, the starting model included."""
-        return [
-            (row.iteration, known) for row in self.rows if (known := number(pick(row))) is not None
-        ]
+        return points(self.rows, pick)
 
     def now(self, pick: Pick) -> float | None:
         """Return the mean over the recent iterations; None without values."""

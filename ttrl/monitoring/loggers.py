@@ -9,7 +9,6 @@ is reported once and never stops a run.
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import numbers
@@ -29,7 +28,7 @@ from ttrl.registries import LOGGERS
 from ttrl.run_folder.metrics import STATE_FILE, read_seen
 from ttrl.run_folder.owner import shown_words
 from ttrl.system.console import Console
-from ttrl.system.files import write_json
+from ttrl.system.files import read_object, write_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -227,7 +226,7 @@ class WandB:
         logs = run.folder / "logs"
         id_path = logs / "wandb_id.json"
         try:
-            run_id = json.loads(id_path.read_text(encoding="utf-8"))["id"]
+            run_id = read_object(id_path)["id"]
         except (OSError, ValueError, KeyError, TypeError):
             run_id = uuid.uuid4().hex[:12]
             write_json(id_path, {"id": run_id})

@@ -54,7 +54,7 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.server.chat_template import read_chat_template
 from ttrl.server.model_folder import NO_HUB, hub_is_out_of_reach, stored_dtype
 from ttrl.system.console import note
-from ttrl.system.files import free_bytes
+from ttrl.system.files import free_bytes, read_object
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -308,17 +308,13 @@ def read_model_config(model: str) -> Mapping[str, Any]:
         _say_published(model)
         return known
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_object(path)
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelFolderError(
-            f"{path} holds a {type(values).__name__}; a model's config.json holds an object"
-        )
     dtype = stored_dtype(path.parent)
     if dtype is None:
         return values
-    return values | {"dtype": dtype}
+    return {**values, "dtype": dtype}
 
 
 def config_file(model: str) -> Path:
@@ -492,8 +488,7 @@ def _task_counts(run: Path | None) -> dict[str, int]:
         return {}
     try:
         return {
-            name: int(entry["count"])
-            for name, entry in json.loads((run / "tasks.json").read_text()).items()
+            name: int(entry["count"]) for name, entry in read_object(run / "tasks.json").items()
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -12,7 +12,6 @@ RUN/replays/NAME/
 """
 
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -33,7 +32,7 @@ from ttrl.rollouts.graders.grading import Graders
 from ttrl.run_folder.folder import RunFolder, check_run_folder
 from ttrl.run_folder.lease import LEASE_FILES
 from ttrl.system.console import Console, mistakes_in_lines
-from ttrl.system.files import digest, write_json
+from ttrl.system.files import digest, read_object, write_json
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
 from ttrl.version import __version__
@@ -270,7 +269,7 @@ def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> Mapping[str, A
     if not path.exists():
         return {}
     try:
-        before: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        before = read_object(path)
         is_same = before["identity"] == regrader.identity
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path} is damaged ({error}); remove {folder.path}") from error

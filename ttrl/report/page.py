@@ -167,11 +167,10 @@ def _studies(run: RunData) -> list[tuple[str, list[str]]]:
     for title, folder in folders:
         pictures = []
         for path in (folder / name for name in _STUDY_PICTURES):
-            if (
-                path.is_file()
-                and path.stat().st_size <= MAX_PICTURE
-                and (data := path.read_bytes()).startswith(_PNG)
-            ):
+            if not path.is_file() or path.stat().st_size > MAX_PICTURE:
+                continue
+            data = path.read_bytes()
+            if data.startswith(_PNG):
                 pictures.append("data:image/png;base64," + base64.b64encode(data).decode("ascii"))
         found += [(title, pictures)] if pictures else []
     return found

@@ -13,6 +13,7 @@ from ttrl.rollouts.results import TaskUsage
 from ttrl.rollouts.sample_logs import LiveAnswers
 from ttrl.rollouts.sampling import Job, Sampling
 from ttrl.rollouts.scheduling.servers import Size
+from ttrl.text import present
 
 
 class Group:
@@ -94,7 +95,7 @@ class Group:
         answers = await self.sampling.send(
             attempt, digest, numbers, size, affinity=self.position, ticket=ticket
         )
-        got = [answer for answer in answers if answer is not None]
+        got = present(answers)
         if got:
             self.usage.new_prompt += got[0].prompt_tokens or 0
             self.usage.prefix_cached += max(answer.cached_tokens or 0 for answer in got)

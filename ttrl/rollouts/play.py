@@ -44,6 +44,7 @@ from ttrl.rollouts.graders.grading import own_traceback, type_and_message
 from ttrl.rollouts.group import Group
 from ttrl.rollouts.scheduling.servers import Size
 from ttrl.tasks.task import Chat, Grade
+from ttrl.text import present
 
 _ENDED_BY = {"turns": "max_turns", "seconds": "max_seconds"}
 """Finish reasons at these limits; "length" at all others."""
@@ -356,7 +357,7 @@ class Play:
             **{name: value for name, value in own.items() if value is not None},
         }
         given = (max_tokens, self.sampling.chat_request.max_tokens)
-        most = [limit for limit in given if limit is not None][:1]
+        most = present(given)[:1]
         if self.task.limits.tokens is not None:
             most.append(self.task.limits.tokens - self._generated)
         if most:
@@ -414,7 +415,7 @@ class Play:
     def _fill(self) -> None:
         """Fill the replies into the sample, as its turns."""
         sample = self.sample
-        replies = [reply for reply in self._replies if reply is not None]
+        replies = present(self._replies)
         sample.turns = [
             _turn(replies, number, self.group.messages) for number in range(len(replies))
         ]
@@ -501,7 +502,8 @@ def _sent_back(choice: Choice) -> Message:
     if message.tool_calls:
         sent["tool_calls"] = without_nulls(plain(message.tool_calls, "tool_calls"))
     for name in _REASONING:
-        if isinstance(reasoning := getattr(message, name, None), str) and reasoning:
+        reasoning = getattr(message, name, None)
+        if isinstance(reasoning, str) and reasoning:
             sent[name] = reasoning
     return sent
 

@@ -154,7 +154,7 @@ class TaskResults(Sequence[TaskResult]):
         )
         reasons.update(self._other_failures)
         usage = [
-            known or _usage(result)
+            known or usage_of(result)
             for result, known in zip(self._results, self._usage, strict=True)
         ]
         cut_off = [
@@ -269,8 +269,9 @@ def is_unfinished(sample: Sample) -> bool:
     return sample.finish_reason == "unfinished" and sample.error is None
 
 
-def _usage(result: TaskResult) -> TaskUsage:
-    """Return the usage counted from the samples: everything is new unless cached."""
+def usage_of(result: TaskResult, had: int = 0) -> TaskUsage:
+    """Count a group's usage from its samples. All tokens are new but those from the cache, and
+    `had` completion tokens of earlier calls."""
     prompt = max((len(sample.prompt_token_ids or ()) for sample in result.samples), default=0)
     counts = [
         (len(sample.token_ids or sample.logprobs or ()), sample.cached)
@@ -295,5 +296,5 @@ def _usage(result: TaskResult) -> TaskUsage:
         prompt=prompt,
         completion=sum(count for count, _ in counts),
         new_prompt=sent,
-        new_completion=new,
+        new_completion=max(new - had, 0),
     )

@@ -28,6 +28,7 @@ from ttrl.rollouts.sample_logs import SampleLogs
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.servers import Servers, Size
 from ttrl.tasks.task import Task
+from ttrl.text import present
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +280,7 @@ class Sampling:
             self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, error=error)
             raise
         facts: dict[str, int | None] = {}
-        got = [answer for answer in answers if answer is not None]
+        got = present(answers)
         if got:
             facts = {
                 "prompt_tokens": got[0].prompt_tokens,

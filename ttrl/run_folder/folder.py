@@ -472,7 +472,8 @@ class RunFolder:
         numbers. Raises StorageError.
         """
         rows = self.metrics_json()
-        if len(kept := [row for row in rows if row["iteration"] < first]) < len(rows):
+        kept = [row for row in rows if row["iteration"] < first]
+        if len(kept) < len(rows):
             write_jsonl(self.path / "metrics.jsonl", kept)
         paths = [
             path

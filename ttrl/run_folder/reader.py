@@ -14,12 +14,12 @@ import yaml
 
 from ttrl.configs.base import Settings
 from ttrl.errors import RunFolderError
-from ttrl.facts import ConfigChange, Figure, MetricsRow, Pick, number, read_facts
+from ttrl.facts import ConfigChange, Figure, MetricsRow, Pick, number, numbers, read_facts
 from ttrl.intervals import wilson
 from ttrl.run_folder.config_changes import history
 from ttrl.run_folder.folder import check_run_folder, read_yaml
 from ttrl.system.files import read_jsonl
-from ttrl.text import counted
+from ttrl.text import counted, present
 
 PHASES = ("sample", "pack", "train", "sync", "validate")
 
@@ -178,9 +178,9 @@ def held_out_sampling(run: RunData) -> str | None:
     """
     metric = held_out_metric(run)
     name = "reward" if metric is None else metric.name
-    known = [how for row in run.rows if (how := _sampling(row, name)) is not None]
-    if known:
-        return known[-1]
+    sampled = present(_sampling(row, name) for row in run.rows)
+    if sampled:
+        return sampled[-1]
     return None
 
 
@@ -209,7 +209,7 @@ def held_out_metric(run: RunData) -> Metric | None:
         if isinstance(name, str) and name != "reward"
     ]
     for name in (*names, "reward"):
-        values = [value for row in run.rows if (value := number(row.held_out(name))) is not None]
+        values = numbers(row.held_out(name) for row in run.rows)
         if values:
             return Metric(name, name != "reward" and all(0 <= value <= 1 for value in values))
     return None

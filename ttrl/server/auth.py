@@ -111,7 +111,8 @@ class RequireKey:
         if wanted is None:
             return await self._app(scope, receive, send)
         opened = self._opened()
-        if wanted != (has := self._open_to()):
+        has = self._open_to()
+        if wanted != has:
             if scope["type"] == "websocket":
                 return await send(
                     {"type": "websocket.close", "code": 1013, "reason": "other weights"}

@@ -60,7 +60,8 @@ class RequestFolder:
         """Wait for request `number`; return None if the conversation has ended, or its folder is
         gone.
         """
-        while not again((wanted := self.request(number)).exists):
+        wanted = self.request(number)
+        while not again(wanted.exists):
             if again(self.stop.exists) or not again(self.path.is_dir):
                 return None
             time.sleep(LOOK_SECONDS)

@@ -8,7 +8,6 @@ others send it their parts, tensor by tensor, and receive nothing.
 
 import functools
 import hashlib
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from ttrl.data.packing.packed_file import read_tensor
 from ttrl.errors import StorageError
 from ttrl.facts import dumped
 from ttrl.records import ADAPTER_FOLDER, CANARY_FILE, Canary, WeightPart
-from ttrl.system.files import atomic_folder, json_text, model_files
+from ttrl.system.files import atomic_folder, json_text, model_files, read_object
 from ttrl.training.models.architecture import uses_transformers
 from ttrl.training.models.layouts import EMBEDDINGS, HEAD, layout_of_class
 from ttrl.training.models.weights import (
@@ -76,7 +75,7 @@ def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None
             place = target / path.relative_to(source)
             place.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, place)
-    config = json.loads((target / "config.json").read_text())
+    config = dict(read_object(target / "config.json"))
     for part in [
         config,
         *(

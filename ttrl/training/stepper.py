@@ -2,7 +2,6 @@
 count, and their state on disk.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from torchao.optim import CPUOffloadOptimizer
 
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.errors import RunFolderError
-from ttrl.system.files import write_json
+from ttrl.system.files import read_object, write_json
 from ttrl.training.faults import Skipped, somewhere
 from ttrl.training.optimizer.optimizer import (
     OptimizerInBackward,
@@ -193,7 +192,7 @@ def _skipped_before(state: str | None) -> int:
     if path is None or not path.is_file():
         return 0
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["in_a_row"])
+        return int(read_object(path)["in_a_row"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(
             f"{path} is damaged ({type(error).__name__}: {error}); it counts the skipped steps "

@@ -142,7 +142,8 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
         if len(clues) == len(switches) or len(clues) > _MOST_CLUES:
             return None
         for clue in clues[len(switches) :]:
-            switches.append(switch := clauses.new_variable())
+            switch = clauses.new_variable()
+            switches.append(switch)
             for clause in clue.says(rules):
                 clauses.add([-switch, *clause])
     # Self-sufficient facts are left out a little earlier: the rest requires thinking of several at

@@ -377,7 +377,8 @@ def flex_attend(
         # A view if memory is [B, T, H, E], as after projections, and B·T a multiple of blocks.
         else:
             x_HSE = x_HSE.transpose(0, 1).contiguous().transpose(0, 1)
-        torch._dynamo.mark_dynamic(x_1HSE := x_HSE.unsqueeze(0), 2)
+        x_1HSE = x_HSE.unsqueeze(0)
+        torch._dynamo.mark_dynamic(x_1HSE, 2)
         return x_1HSE
 
     properties: Any

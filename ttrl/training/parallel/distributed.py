@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import json
 import logging
 import os
 import sys
@@ -34,6 +33,7 @@ from ttrl.configs import TrainingConfig
 from ttrl.configs.recipe import STORE_VARIABLE, read_settings
 from ttrl.errors import ConfigError, TtrlError
 from ttrl.families.values import model_settings
+from ttrl.system.files import read_object
 
 C = TypeVar("C", bound=TrainingConfig)
 
@@ -174,12 +174,9 @@ def model_shape(folder: str) -> Mapping[str, Any]:
     report.
     """
     try:
-        shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        return model_settings(read_object(Path(folder, "config.json")))
     except (OSError, ValueError):
         return {}
-    if isinstance(shape, dict):
-        return model_settings(shape)
-    return {}
 
 
 def _device_for(config: TrainingConfig, processes: int) -> str:
