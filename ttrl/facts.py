@@ -254,7 +254,7 @@ class StepFigures(StepMeans):
     memory_peaks: dict[str, float] | None = None
 
 
-class Routing(Facts):
+class RouterFigures(Facts):
     """The router metrics of a step. Lists have one entry per layer with experts."""
 
     layers: list[int]
@@ -278,7 +278,7 @@ class Step(StepFigures):
     value_grad_norm: Number = None
     normaliser: Number = None
     flops_per_second: Number = None
-    routing: Routing | None = None
+    routing: RouterFigures | None = None
     skipped: str | None = None
     """The reason for skipping the step."""
     row_tokens: Count = None
@@ -624,7 +624,7 @@ class TrainFacts(PhaseFacts):
     seconds: Number = None
     trained: bool | None = None
     """False if no group had a signal."""
-    steps: list[dict[str, Any]] = []
+    steps: list[Mapping[str, Any]] = []
     """The lines of train.jsonl."""
     saved: bool | None = None
     """False if checkpoint and state were not written (`save_every`)."""

@@ -80,14 +80,13 @@ def train_on_examples(config: SFTConfig, here: Ranks) -> None:
                     taken = stepper.take(sums["not_finite"], first_bad)
             progress.advance()
             line = Step(
-                **taken._asdict(),
                 global_step=stepper.global_step,
                 loss=sums["loss"] / update.normaliser,
                 entropy=sums["entropy"] / sums["trained_tokens"],
-                **{name: int(sums[name]) for name in TOKENS},
                 flops_by_part={"training": sums["flops"], "recomputation": sums["recomputation"]},
             )
-            log.line(line, sums["flops"])
+            counts = {name: int(sums[name]) for name in TOKENS}
+            log.line(line.replace(**counts, **taken._asdict()), sums["flops"])
         profiler.close()
         with watch.part("checkpoint"):
             folder = Path(config.output_dir, "checkpoint")

@@ -120,9 +120,8 @@ def handed_over(checkpoints):
             ),
             HERE,
         )
-        return handover_of(
-            hand_over(memories[number], policy, checkpoints[number], "fp32"), checkpoints[number]
-        )
+        parts = hand_over(memories[number], policy, checkpoints[number], "fp32")
+        return Handover(memories[number].path, parts, Canary.load(checkpoints[number]))
 
     yield hold_out
     for memory in memories:

@@ -77,17 +77,18 @@ def test_the_next_weights_lie_in_the_same_place_and_it_is_gone_with_its_process(
     first = memory.write(
         [Held("a", (torch.ones(3, 2),)), Held("b", (torch.ones(4),))], torch.float32
     )
-    read(first)
+    place = memory.path
+    read(place, first)
     second = memory.write(
         [Held("a", (torch.full((3, 2), 2.0),)), Held("b", (torch.ones(4),))], torch.float32
     )
-    assert second["memory"] == first["memory"] and second["parts"][0] != first["parts"][0]
-    assert torch.equal(read(second)["a"], torch.full((3, 2), 2.0))
+    assert memory.path == place and second[0] != first[0]
+    assert torch.equal(read(place, second)["a"], torch.full((3, 2), 2.0))
     # Another layout.
     fused = memory.write([Held("a", (torch.zeros(1, 2), torch.ones(2, 2)))], torch.bfloat16)
-    assert read(fused)["a"].tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert read(memory.path, fused)["a"].tolist() == [[0, 0], [1, 1], [1, 1]]
     memory.close()
-    assert not os.path.exists(fused["memory"])
+    assert not os.path.exists(memory.path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -126,7 +127,8 @@ def test_without_memory_for_it(enough, monkeypatch):
     ):
         memory.write([Held("a", (torch.ones(3),))], torch.float32)
     monkeypatch.undo()
-    read(memory.write([Held("a", (torch.ones(3),))], torch.float32))
+    parts = memory.write([Held("a", (torch.ones(3),))], torch.float32)
+    read(memory.path, parts)
     memory.close()
 
 

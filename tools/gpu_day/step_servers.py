@@ -51,7 +51,8 @@ def plain_server(place: Place, model: Path, folder: Path, here: Ranks) -> Path:
     start, moved, policy = start_and_moved(model, folder, here)
     memory = WeightMemory(here)
     canary = Canary.load(moved)
-    handover = Handover(**hand_over(memory, policy, moved, "fp32"), canary=canary)
+    parts = hand_over(memory, policy, moved, "fp32")
+    handover = Handover(memory.path, parts, canary)
     before = gpu_memory_used() or 0.0
     try:
         with make_server(place, start, "plain") as server:

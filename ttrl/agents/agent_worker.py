@@ -100,7 +100,7 @@ async def play_verifiers(order: Order) -> tuple[float, dict[str, float]]:
     (task,) = environment.taskset.include(idx=[str(order.idx)])
     if task.key != order.key:
         raise RuntimeError(
-            f"task {order['idx']} is another one than when the tasks were listed; does load() "
+            f"task {order.idx} is another one than when the tasks were listed; does load() "
             "draw at random?"
         )
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
@@ -168,7 +168,7 @@ def load_task(order: Order) -> Any:
     found = load_tasks([order.id], order.options)
     if len(found) != 1:
         raise RuntimeError(
-            f"{order['id']} names {len(found)} tasks ({', '.join(one.name for one in found)})"
+            f"{order.id} names {len(found)} tasks ({', '.join(one.name for one in found)})"
         )
     return found[0]
 

@@ -198,7 +198,7 @@ def _items(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         said = {"summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]}
         items.append({"type": "reasoning", "id": _id("rs"), "status": "completed", **said})
     if content or not calls:
-        text = {
+        text: JsonObject = {
             "type": "output_text",
             "text": content or "",
             "annotations": [],

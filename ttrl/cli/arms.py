@@ -314,12 +314,12 @@ def _start(
     from ttrl.server.chat_template import with_chat_template
 
     write_jsonl(run / "examples.jsonl", [dict(one) for one in start.examples])
-    settings = start_settings(config, start.settings, cuda=hardware.cuda)
     model = local_model(config.model, chat_template=config.chat_template is None)
-    settings["model"] = str(
-        with_chat_template(model, config.chat_template, run.absolute() / "model")
-    )
-    settings["data"] = str(run / "examples.jsonl")
+    settings = {
+        **start_settings(config, start.settings, cuda=hardware.cuda),
+        "model": str(with_chat_template(model, config.chat_template, run.absolute() / "model")),
+        "data": str(run / "examples.jsonl"),
+    }
     fitted = fit_supervised(settings, config, hardware, run)
     return supervised_run(
         run,
@@ -345,8 +345,7 @@ def _same_flops(
     checkpoint. config: the run's as it was given.
     """
     made, _ = TrainConfig.examine(read_mapping(rl / "config.yaml"))
-    settings = sft_settings(made, sft.settings)
-    settings["data"] = str(run.parent / "examples.jsonl")
+    settings = {**sft_settings(made, sft.settings), "data": str(run.parent / "examples.jsonl")}
     fitted = fit_supervised(settings, config, hardware, run)
     flops = spent(read_run(rl))["flops"]
     chosen = sorted(

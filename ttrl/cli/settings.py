@@ -154,7 +154,7 @@ def read_run(
     settings: "KEY=VALUE"; they prevail over the file's. Without `run` in the file, the run folder
     is runs/ and the file's name. Raises UserError for an unreadable file, TaskError.
     """
-    values = _with_run(_read_mapping(path), path)
+    values = dict(_with_run(_read_mapping(path), path))
     named = {key: values.pop(key, None) for key in _SPLITS}
     changes, problems = settings_in(settings)
     config, found = TrainConfig.examine(_changed(values, changes))

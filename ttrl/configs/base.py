@@ -304,11 +304,12 @@ class Config:
             name: field.default_factory() if callable(field.default_factory) else field.default
             for name, field in own.items()
         }
-        return {
+        given = {
             name: value
             for name, value in self.to_dict().items()
             if name in named or value != plain[name]
-        } | self._unknown
+        }
+        return given | dict(self._unknown)
 
 
 HIDDEN = "***"

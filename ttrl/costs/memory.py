@@ -171,7 +171,7 @@ def savings(
             model, dataclasses.replace(config, **changes), workload, device=device, ranks=ranks
         ).peak
 
-    changes: dict[str, object] = {"dtype": "bf16", "activation_checkpointing": True}
+    changes: dict[str, Any] = {"dtype": "bf16", "activation_checkpointing": True}
     positions = config.rows_per_microbatch * workload.row_length
     chunk = head_chunk(config, positions, device)
     # The head's own chunk if that is smaller; else four times as many chunks.

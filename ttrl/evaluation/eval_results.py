@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -186,7 +186,7 @@ class EvalResult:
     """An evaluation: `sets` and their settings."""
 
     model: str
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     sets: list[SetResult] = field(default_factory=list)
     complete: bool = False
     """False after an early end: some sets are missing."""

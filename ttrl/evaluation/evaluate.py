@@ -223,7 +223,7 @@ class EvalConfig(Config):
     def elsewhere(cls, name: str) -> str | None:
         return _FORMER.get(name)
 
-    def told(self) -> Mapping[str, Any]:
+    def told(self) -> dict[str, Any]:
         """Return the settings with effect on answers, for the JSON; no keys."""
         told = {
             one.name: getattr(self, one.name)

@@ -427,7 +427,7 @@ class Phases:
         """
         config = self.recipe_config(number)
         if not Path(config["model"], "config.json").is_file():  # iteration 0 has not been prepared
-            config["model"] = str(self.model)
+            config = {**config, "model": str(self.model)}
         self.trainer.start(config)
 
     def train_policy(self, number: int) -> None:
@@ -544,9 +544,8 @@ class Phases:
         )
         folder = self.folder.path / _AGAIN
         iteration = self.folder.iteration(number)
-        self._ask_once(
-            number, self.recipe_config(number) | {"output_dir": str(folder), "save": False}
-        )
+        changes = {"output_dir": str(folder), "save": False}
+        self._ask_once(number, {**self.recipe_config(number), **changes})
         if self.trainer.holding != number:  # it could not keep them in memory, and wrote them
             for name in _POLICY:
                 remove_folder(iteration.path / name)

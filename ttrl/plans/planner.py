@@ -412,14 +412,12 @@ def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list
     """Return the differences between a plan and the measured run, among settings with effect on
     seconds.
     """
-    if run is not None:
-        before = RunFolder(run).config()
-    else:
-        before = {}
+    before = {} if run is None else RunFolder(run).config()
     if not before:
         return []
-    before["model"] = str(ready_model(str(before.get("model"))) or before.get("model"))
-    changed = changes(TrainConfig.defaults() | before, config.to_dict())
+    model = str(ready_model(str(before.get("model"))) or before.get("model"))
+    settings = {**TrainConfig.defaults(), **before, "model": model}
+    changed = changes(settings, config.to_dict())
     return (["gpu"] if gpu is not None else []) + [
         name for name in changed if name not in _NO_SECONDS
     ]

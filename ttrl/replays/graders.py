@@ -9,14 +9,13 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.errors import TaskError, UserError
 from ttrl.loop.carried import task_key
 from ttrl.loop.environment import git_commit
-from ttrl.messages import JsonObject
 from ttrl.records import Sample
 from ttrl.system.files import digest
 from ttrl.tasks.reference import load_reference, tasks_of
@@ -80,7 +79,7 @@ class Regrader:
         self._paths = _source_files(sources if module is None else [module, *sources])
 
     @property
-    def described(self) -> JsonObject:
+    def described(self) -> Mapping[str, Any]:
         """Return the entry for replay.json: the reference, digests of the code's files, their git
         commit, the tasks.
         """

@@ -155,7 +155,7 @@ def replay(
                     count = f"{len(todo)} iterations"
                 console.line(f"Grading {count} of {original.path} again with {regrader.reference}")
                 # Before any grading, to name the grader of every grade.
-                write_json(folder.path / FILE_NAME, before | written)
+                write_json(folder.path / FILE_NAME, {**before, **written})
                 grade(
                     todo,
                     original,

@@ -258,10 +258,10 @@ class Play:
         if not sent:
             raise RolloutError(f"{self.place}: there are no messages to answer")
         self._check_messages(sent)
-        own: dict[str, object] = {"tools": None, "stop": plain(stop, "stop")}
+        own_tools = None
         if tools:
-            own["tools"] = _clean(without_nulls(plain(tools, "tools")))
-        request = self._request(own, max_tokens)
+            own_tools = _clean(without_nulls(plain(tools, "tools")))
+        request = self._request({"tools": own_tools, "stop": plain(stop, "stop")}, max_tokens)
         waiting = asyncio.current_task()
         assert waiting is not None
         self._waiting.add(waiting)
@@ -296,7 +296,7 @@ class Play:
                 digest, self._number, answer, read.finish_reason, sent, request
             )
         choice = openai_choice(answer)
-        reply = _Reply(sent, own["tools"], answer, read, _clean(_sent_back(choice)))
+        reply = _Reply(sent, own_tools, answer, read, _clean(_sent_back(choice)))
         self._check_over()
         self._replies[number] = reply
         known = answer.prompt_tokens or len(answer.prompt_token_ids or ())

@@ -279,7 +279,7 @@ class Sampling:
             seconds = loop.time() - began
             self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, error=error)
             raise
-        facts: dict[str, int | None] = {}
+        facts: dict[str, Any] = {}
         got = present(answers)
         if got:
             facts = {

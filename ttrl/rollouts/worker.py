@@ -63,7 +63,7 @@ class FlatGroup:
         result = group.result
         arrays = {}
         lengths = {}
-        nothing = dict.fromkeys(_LISTS)
+        nothing: dict[str, Any] = dict.fromkeys(_LISTS)
         bare = [dataclasses.replace(sample, messages=[], **nothing) for sample in result.samples]
         for name, dtype in _LISTS.items():
             values: list[list[Any] | None] = [getattr(sample, name) for sample in result.samples]

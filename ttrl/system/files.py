@@ -573,7 +573,7 @@ def keep_figure(file: str, name: str, figure: Callable[[float | None], float]) -
     """Return `figure(kept value of `name` in this JSON file of the user's cache, or None)`. Keep
     the result there if it is new and the cache is usable.
     """
-    kept = {}
+    kept: Mapping[str, Any] = {}
     before = None
     # None yet, damaged, or no cache.
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
@@ -582,7 +582,5 @@ def keep_figure(file: str, name: str, figure: Callable[[float | None], float]) -
     found = figure(before)
     if found != before:
         with contextlib.suppress(OSError, StorageError):
-            write_json(
-                Path(user_cache(), file), (kept if isinstance(kept, dict) else {}) | {name: found}
-            )
+            write_json(Path(user_cache(), file), {**kept, name: found})
     return found

@@ -331,8 +331,7 @@ def step_metrics(result: StepResult, step: Update, taken: Taken) -> Step:
     value_error = over(tokens, "value_error")
     if value_error is not None:
         value_error **= 0.5
-    return Step(
-        **taken._asdict(),
+    line = Step(
         loss=over(step.normaliser, "loss"),
         policy_loss=over(step.normaliser, "policy_loss"),
         kl_loss=over(step.normaliser, "kl_loss"),
@@ -351,8 +350,8 @@ def step_metrics(result: StepResult, step: Update, taken: Taken) -> Step:
         ratio_min=result.ratio[0],
         ratio_max=result.ratio[1],
         ess=effective_sample_size(sums["ratio"], sums["ratio_squared"], sums["trained_tokens"]),
-        **{name: int(sums[name]) for name in TOKENS},
         routing=routing_metrics(result.routing) if result.routing else None,
         flops_by_part={name: sums["flops" if name == "training" else name] for name in PARTS},
         normaliser=step.normaliser,
     )
+    return line.replace(**taken._asdict(), **{name: int(sums[name]) for name in TOKENS})

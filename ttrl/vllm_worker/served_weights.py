@@ -390,7 +390,7 @@ class _CompareInsteadOfCopying(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        writes = {
+        writes: dict[Any, int | None] = {
             torch.ops.aten.copy_.default: 1,
             torch.ops.aten.fill_.Scalar: 1,
             torch.ops.aten.zero_.default: None,

@@ -161,7 +161,7 @@ class ChatRequest:
                 body.setdefault("stream_interval", interval)
         return body
 
-    def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> JsonObject:
+    def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return the inputs of an answer: the body without n and streaming. The seed stays in
         it.
         """

@@ -414,7 +414,7 @@ def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
     assert answers, "a completion has at least one choice"
     first = answers[0]
     sampled = [answer.completion_tokens for answer in answers]
-    usage = None
+    usage: dict[str, object] | None = None
     if first.prompt_tokens is not None and None not in sampled:
         count = sum(tokens or 0 for tokens in sampled)
         usage = {

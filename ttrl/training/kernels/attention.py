@@ -423,7 +423,7 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     # Makes it visible to selective checkpointing.
-    options: dict[str, bool] | None = None
+    options: dict[str, str | int | bool | Callable[..., Any]] | None = None
     if backend == "inductor":
         options = {"wrap_inductor_compiled_regions": True}
     compiled: Callable[..., Tensor] = torch.compile(

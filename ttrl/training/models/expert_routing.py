@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ttrl.errors import UserError
-from ttrl.facts import Routing
+from ttrl.facts import RouterFigures
 
 _SCORES = frozenset({torch.softmax, F.softmax, Tensor.softmax, torch.sigmoid, Tensor.sigmoid})
 _CHOICES = frozenset({torch.topk, Tensor.topk})
@@ -63,9 +63,9 @@ class LayerRouting:
     """Of those, the share with another choice by the router itself."""
 
 
-def routing_metrics(layers: list[LayerRouting]) -> Routing:
+def routing_metrics(layers: list[LayerRouting]) -> RouterFigures:
     """Return the router metrics for train.jsonl."""
-    return Routing(
+    return RouterFigures(
         layers=[one.layer for one in layers],
         entropy=[one.entropy for one in layers],
         largest_load=[max(one.load) for one in layers],

@@ -23,7 +23,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ class WeightMemory:
 
     def _open(self, tensors: Sequence[Held], dtype: torch.dtype) -> list[int]:
         """Make the memory, or keep it if its layout is the same; return each tensor's offset."""
-        header: dict[str, dict[str, object]] = {}
+        header: dict[str, Mapping[str, object]] = {}
         begins = []
         end = 0
         for held in tensors:
