@@ -68,7 +68,7 @@ def test_any_guess_leads_to_the_greedy_continuation(policy, monkeypatch, tmp_pat
         canary, "_distributions", lambda *args: passes.append(args) or original(*args)
     )
     guesses = [
-        (),
+        [0],
         greedy,
         [*greedy[:4], *[(token + 1) % 5 for token in greedy[4:]]],
         [0] * GREEDY_LENGTH,

@@ -49,7 +49,8 @@ def test_it_is_what_a_checkpoint_would_be(family, dtype, model_folder, tmp_path)
     stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
     if policy.decoder.config.tie_word_embeddings:
         stored.pop("lm_head.weight", None)  # the worker makes it from the embeddings
-    held = read(memory.path, hand_over(memory, policy, start, dtype))
+    parts = hand_over(memory, policy, start, dtype)
+    held = read(memory.path, parts)
     assert held.keys() == stored.keys() and all(
         torch.equal(held[name], stored[name]) for name in held
     )
@@ -147,9 +148,8 @@ def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_fo
         said = [trainer.hold_out(start) for _ in range(2)][1]
         held = read(said["memory"], said["parts"])
         assert len(said["parts"]) > len(held)  # nothing was gathered
-        alone = read(
-            whole.path, hand_over(whole, load_policy_in(start, torch.float32), start, "fp32")
-        )
+        parts = hand_over(whole, load_policy_in(start, torch.float32), start, "fp32")
+        alone = read(whole.path, parts)
         assert save(held) == save(alone)
     whole.close()
     assert not os.path.exists(said["memory"])
