@@ -27,11 +27,6 @@ from ttrl.text import gib
 
 logger = logging.getLogger(__name__)
 
-_MOST_READ = 2**30
-"""Largest object to read into memory, such as a marker, in bytes: any writer to a mirror could make
-one of any size.
-"""
-
 REQUEST_TIMEOUT = timedelta(minutes=3)
 T = TypeVar("T")
 
@@ -50,6 +45,10 @@ class MirrorStore:
 
     part_bytes = 16 * 2**20
     """Larger objects are moved in parts, each with its own request."""
+    most_read = 2**30
+    """Largest object to read into memory, such as a marker, in bytes: any writer to a mirror could
+    make one of any size.
+    """
     first_pause = 0.5
     longest_pause = 60.0
     beat_seconds = 10.0
@@ -82,9 +81,9 @@ class MirrorStore:
         def get(store: ObjectStore) -> tuple[bytes, Tag] | None:
             try:
                 found = obstore.get(store, key)
-                if found.meta["size"] > _MOST_READ:
+                if found.meta["size"] > self.most_read:
                     size = gib(found.meta["size"])
-                    most = gib(_MOST_READ)
+                    most = gib(self.most_read)
                     raise ValueError(
                         f"it has {size}, and {most} at most are read; no run writes so much "
                         "there: remove it"
