@@ -12,7 +12,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,12 +21,12 @@ from obstore.store import LocalStore, ObjectStore
 
 from ttrl.errors import StorageError
 from ttrl.system.files import atomic_file
-from ttrl.system.object_store import Store, reason
+from ttrl.system.object_store import Limits, Store, reason
 from ttrl.text import gib
 
 logger = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT = timedelta(minutes=3)
+LIMITS = Limits(request=180.0)
 T = TypeVar("T")
 
 
@@ -56,7 +55,7 @@ class MirrorStore:
     """The longest wait of a finished run for its mirror."""
 
     def __init__(self, address: str) -> None:
-        self._store = Store(address, what="a mirror", request_timeout=REQUEST_TIMEOUT)
+        self._store = Store(address, what="a mirror", limits=LIMITS)
         self.shown = self._store.shown
 
     def keys(self) -> dict[str, int]:
