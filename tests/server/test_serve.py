@@ -311,7 +311,7 @@ def test_one_that_has_proven_itself_is_given_its_own_key_alone():
     keys = []
 
     class Proving(ChatHandler):
-        def do_GET(self):
+        def do_GET(self):  # noqa: N802 - the name of http.server
             keys.append(self.headers["Authorization"])
             number = self.path.partition("?")[2]
             self.send({"name": "one", "proof": derived("k" * 20, "proof", number, "one")})
@@ -331,7 +331,7 @@ def test_whoever_has_taken_its_address_is_told_no_key(redirects):
     heads = []
 
     class Squatter(ChatHandler):
-        def do_GET(self):
+        def do_GET(self):  # noqa: N802 - the name of http.server
             heads.append(dict(self.headers))
             path, _, number = self.path.partition("?")
             number = number if path == "/another" else "of yesterday"

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pysat import solvers
 
 from ttrl.errors import TaskError
-from ttrl.tasks import clauses as module
 from ttrl.tasks import temporal_clue, zebra_grid
 from ttrl.tasks.clauses import Clauses
 
@@ -57,9 +56,7 @@ def test_what_is_needed_is_what_leaving_out_in_turn_leaves(solver, formula, data
     for switch in switches:
         if contradicts(formula, [x for x in wanted if x != switch]):
             wanted.remove(switch)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "solver_class", lambda: solver)
-        clauses = Clauses()
+    clauses = Clauses(solver)
     for _ in range(6):
         clauses.new_variable()
     for clause in formula:

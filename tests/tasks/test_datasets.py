@@ -10,6 +10,7 @@ import sys
 import types
 
 import pytest
+from support import os_calls
 
 from ttrl.errors import TaskError
 from ttrl.tasks.datasets import RowError, list_field, load_rows, select, text_field
@@ -195,17 +196,18 @@ def hub(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "datasets", fake)
     proxies = [name for name in os.environ if name.lower().endswith("_proxy")]
-    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", *proxies):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", *proxies):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://localhost/mirror")
     asked = []
 
-    def look_up(*address):
-        asked.append(address)
-        if address[0] == "hub.local":
+    def look_up(name, port, *_):
+        asked.append((name, port))
+        if name != "localhost":
             raise OSError("Name or service not known")
 
-    monkeypatch.setattr("socket.getaddrinfo", look_up)
-    return asked
+    with os_calls.before("socket.getaddrinfo", look_up):
+        yield asked
 
 
 def test_no_way_to_the_hub(hub, monkeypatch):
@@ -213,13 +215,15 @@ def test_no_way_to_the_hub(hub, monkeypatch):
     without the address.
     """
     load_rows("a/b", parse, splits=("train",), config="main")
-    assert hub == [("huggingface.co", 443)]
+    assert hub == [("localhost", 443)]
+    monkeypatch.delenv("HF_ENDPOINT")
     with pytest.raises(
         TaskError,
-        match=r"a/b \(main\): no way to the Hugging Face hub: hub\.local: Name .* HF_HUB_OFFLINE=1",
+        match=r"a/b \(main\): no way to the Hugging Face hub: huggingface\.co: Name .* "
+        "HF_HUB_OFFLINE=1",
     ):
-        monkeypatch.setenv("HF_ENDPOINT", "https://hub.local/mirror")
         load_rows("a/b", parse, splits=("train",), config="main")
+    assert hub[1:] == [("huggingface.co", 443)]
     with monkeypatch.context() as offline:
         offline.setenv("HF_HUB_OFFLINE", "1")
         assert load_rows("a/b", parse, splits=("train",), config="main") == PARSED

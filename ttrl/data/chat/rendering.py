@@ -130,8 +130,8 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | None:
 
 class ChatTemplate:
     """`tokenizer`'s chat template for these tools, with its variables. `now` is the present time
-    for templates writing the date; by default the real one. Raises ModelFolderError without a
-    template.
+    for templates writing the date; by default the real one. `seconds`: the limit of one rendering.
+    Raises ModelFolderError without a template.
     """
 
     def __init__(
@@ -140,7 +140,9 @@ class ChatTemplate:
         tools: list[Tool] | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
+        seconds: float = RENDER_SECONDS,
     ) -> None:
+        self._seconds = seconds
         self.tokenizer = tokenizer
         self.tools: list[Tool] | None = without_nulls(tools)
         variables = dict(variables or {})
@@ -227,11 +229,11 @@ class ChatTemplate:
     @contextlib.contextmanager
     def _limited(self, how: str) -> Iterator[None]:
         try:
-            with time_limit(RENDER_SECONDS):
+            with time_limit(self._seconds):
                 yield
         except TimeoutError as error:
             raise ModelFolderError(
-                f"{self.place} took more than {RENDER_SECONDS:g} s for one conversation; it may "
+                f"{self.place} took more than {self._seconds:g} s for one conversation; it may "
                 "loop for ever: look at it, or "
                 "take another with chat_template"
             ) from error
