@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from ttrl.agents import elsewhere
 from ttrl.agents.elsewhere import list_rows
 from ttrl.errors import TaskError
 
@@ -39,10 +38,9 @@ def test_a_listing_that_fails_says_why(code, words):
     assert words in str(caught.value)
 
 
-def test_a_listing_that_hangs_or_cannot_start(monkeypatch):
-    monkeypatch.setattr(elsewhere, "_SECONDS", 0.5)
+def test_a_listing_that_hangs_or_cannot_start():
     with pytest.raises(TaskError, match=r"verifiers:x: listing its tasks took longer than 0.5 s"):
-        list_rows([sys.executable, "-c", "import time; time.sleep(600)"], {}, "verifiers:x")
+        list_rows([sys.executable, "-c", "import time; time.sleep(600)"], {}, "verifiers:x", 0.5)
     with pytest.raises(
         TaskError, match=r"verifiers:x: cannot start '/no/such/python'.*No such file"
     ):

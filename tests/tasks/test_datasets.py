@@ -6,11 +6,13 @@ import csv
 import json
 import os
 import re
+import subprocess
 import sys
 import types
 
 import pytest
 from support import os_calls
+from support.packages import without
 
 from ttrl.errors import TaskError
 from ttrl.tasks.datasets import RowError, list_field, load_rows, select, text_field
@@ -365,10 +367,17 @@ def test_families_ask_a_question_once(tmp_path, caplog, monkeypatch, function, r
         assert f"{path}, {place}: " in caplog.text
 
 
-def test_no_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(TaskError, match=r"need the package datasets: pip install 'ttrl\[tasks\]'"):
-        load_rows("a/b", parse, splits=("train",))
+def test_no_package(tmp_path):
+    code = "from ttrl.tasks.datasets import load_rows\nload_rows('a/b', str, splits=('train',))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=without(tmp_path, "datasets"),
+        capture_output=True,
+        text=True,
+    )
+    assert "TaskError: a/b: data sets of the Hugging Face hub need the package datasets: pip " in (
+        done.stderr
+    )
 
 
 def test_select():

@@ -20,7 +20,7 @@ from ttrl.errors import TaskError, UserError
 from ttrl.system.processes import ChildProcess, without_secrets
 from ttrl.text import harmless
 
-_SECONDS = 600.0
+LIST_SECONDS = 600.0
 """Limit of a listing."""
 _LAST_ERROR = re.compile(r"^(?=[\w.]+(?:Error|Exception|Exit)\b)", re.MULTILINE)
 
@@ -48,15 +48,22 @@ def variable(package: str) -> str:
     return f"TTRL_{package.upper()}_PYTHON"
 
 
-def list_rows(program: Sequence[str], order: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the worker's listing, cached for this process. Raises TaskError."""
-    text = _listed(tuple(program), json.dumps(order), name)
+def list_rows(
+    program: Sequence[str],
+    order: Mapping[str, Any],
+    name: str,
+    seconds: float = LIST_SECONDS,
+) -> list[dict[str, Any]]:
+    """Return the worker's listing, cached for this process. Raises TaskError, also after these
+    seconds.
+    """
+    text = _listed(tuple(program), json.dumps(order), name, seconds)
     # Packages may print to stdout as well.
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"idx": ')]
 
 
 @functools.lru_cache(8)
-def _listed(program: tuple[str, ...], order: str, name: str) -> str:
+def _listed(program: tuple[str, ...], order: str, name: str, seconds: float) -> str:
     with tempfile.TemporaryDirectory(prefix="ttrl-list-") as folder:
         rows = Path(folder, "rows")
         log = Path(folder, "log")
@@ -64,10 +71,10 @@ def _listed(program: tuple[str, ...], order: str, name: str) -> str:
             pipes = (nothing.fileno(), listed.fileno())
             try:
                 with ChildProcess([*program, order], log, without_secrets(), pipes=pipes) as child:
-                    status = child.wait(_SECONDS)
+                    status = child.wait(seconds)
             except TimeoutError:
                 raise TaskError(
-                    f"{name}: listing its tasks took longer than {_SECONDS:g} s; does the package "
+                    f"{name}: listing its tasks took longer than {seconds:g} s; does the package "
                     "wait for something, such as a download?"
                 ) from None
             except (UserError, OSError) as error:
