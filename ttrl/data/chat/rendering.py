@@ -130,8 +130,8 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | None:
 
 class ChatTemplate:
     """`tokenizer`'s chat template for these tools, with its variables. `now` is the present time
-    for templates writing the date; by default the real one. `seconds`: the limit of one rendering.
-    Raises ModelFolderError without a template.
+    for templates writing the date; by default the real one. `seconds`: the limit of one rendering;
+    RENDER_SECONDS by default. Raises ModelFolderError without a template.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class ChatTemplate:
         tools: list[Tool] | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
-        seconds: float = RENDER_SECONDS,
+        seconds: float | None = None,
     ) -> None:
-        self._seconds = seconds
+        self._seconds = seconds or RENDER_SECONDS
         self.tokenizer = tokenizer
         self.tools: list[Tool] | None = without_nulls(tools)
         variables = dict(variables or {})
