@@ -103,7 +103,7 @@ def test_an_engine_that_is_too_slow_is_ended(engine, tmp_path):
     """Or it would search on beside the next one."""
 
     class Hasty(Stockfish):
-        longest_seconds = 0.1
+        longest_seconds = late_seconds = 0.1
 
     with pytest.raises(GraderError, match="failed twice: TimeoutError"):
         Hasty(engine({}, hangs="go"), nodes=10)(FEN, "e2e4")

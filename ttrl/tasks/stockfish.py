@@ -51,6 +51,8 @@ class Stockfish:
 
     longest_seconds: ClassVar[float] = 20.0
     """Of one analysis, for any number of nodes."""
+    late_seconds: ClassVar[float] = 10.0
+    """After that, before an engine without an answer is ended."""
     path: str = "stockfish"
     nodes: int = 20_000
     cache: str | os.PathLike[str] | None = None
@@ -121,6 +123,7 @@ class Stockfish:
     ) -> float:
         """Return the expected score of the side to move, of all moves or of these."""
         limit = chess.engine.Limit(nodes=self.nodes, time=self.longest_seconds)
+        engine.timeout = self.late_seconds
         info = engine.analyse(
             board, limit, root_moves=moves, game=object(), info=chess.engine.INFO_SCORE
         )

@@ -152,7 +152,7 @@ def test_time():
     ) == SandboxOutcome(False, "out of time")
 
 
-@pytest.mark.parametrize(("share", "most"), [(0.01, 3), (0.2, 2), (0.3, 1)])
+@pytest.mark.parametrize(("share", "most"), [(0.05, 3), (0.2, 2), (0.3, 1)])
 def test_programs_share_half_of_the_machines_memory(tmp_path, share, most):
     limits = SandboxLimits(seconds=100, memory=int(share * memory_bytes()[0]))
     # A path of its own, by which its processes are told from those of other tests.
@@ -161,7 +161,7 @@ def test_programs_share_half_of_the_machines_memory(tmp_path, share, most):
     at_once = []
     with ThreadPoolExecutor(3) as threads:
         started = [
-            threads.submit(run_sandboxed, "import time; time.sleep(0.3)", limits, child=child)
+            threads.submit(run_sandboxed, "import time; time.sleep(0.5)", limits, child=child)
             for _ in range(3)
         ]
         while not all(one.done() for one in started):
