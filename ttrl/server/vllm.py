@@ -161,6 +161,7 @@ class VLLMServer(ServerConnection):
         (`ttrl.weights.sync`).
     adapters_from: the address of a store to fetch adapters from (`ttrl.server.sites`); None: it is
         given their folders.
+    cpu: whether vLLM is built for CPUs; None: as the installed one.
     """
 
     _held: socket.socket | None = None
