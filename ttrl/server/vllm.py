@@ -396,7 +396,7 @@ class VLLMServer(ServerConnection):
             arguments["max-model-len"] = self.max_model_len
         if self._cpu:
             arguments["enforce-eager"] = True
-            arguments |= cpu_arguments(self.model_folder, self.extra_args)
+            arguments.update(cpu_arguments(self.model_folder, self.extra_args))
         if self.serves_adapters:
             arguments |= {"enable-lora": True, "max-loras": 1}
         arguments.update(self.extra_args)

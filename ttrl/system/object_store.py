@@ -209,7 +209,7 @@ class Store:
             or os.environ.get("AWS_ENDPOINT_URL")
             or ""
         )
-        client: dict[str, Any] = {
+        client: dict[str, object] = {
             "connect_timeout": timedelta(seconds=self._limits.connect),
             "timeout": timedelta(seconds=self._limits.request),
         }
