@@ -202,8 +202,14 @@ def test_the_command_of_the_tiny_one_trains(tmp_path):
         f"packed={tmp_path / 'packed.safetensors'}",
         f"output_dir={tmp_path / 'out'}",
     ]
-    command = [*tune, "--config", "recipe_configs/tiny_cpu.yaml", *places, "lr=3e-5"]
+    logger = [
+        "metric_logger._component_=torchtune.training.metric_logging.DiskLogger",
+        "metric_logger.log_dir=${output_dir}/steps",
+        "metric_logger.filename=log.txt",
+    ]
+    command = [*tune, "--config", "recipe_configs/tiny_cpu.yaml", *places, *logger, "lr=3e-5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     (line,) = read_jsonl(tmp_path / "out" / "train.jsonl")
     assert line["lr"] == 3e-5 and (tmp_path / "out" / "checkpoint" / "model.safetensors").exists()
+    assert f"loss:{line['loss']} " in (tmp_path / "out" / "steps" / "log.txt").read_text()

@@ -33,6 +33,8 @@ _HOME = {
     "Cache": "ttrl.rollouts.cache.completions",
     "get_chat_completion": "ttrl.rollouts.single",
     "consume_chat_completion_stream": "ttrl.rollouts.client.stream",
+    "advantages_of": "ttrl.data.advantages",
+    "AdvantageConfig": "ttrl.configs.data",
     "TaskResultTokenizer": "ttrl.data.tokenization",
     "PackedTensors": "ttrl.data.packing.pack",
     "packed_tensors_from_tokenized_results": "ttrl.data.packing.pack",
@@ -57,8 +59,10 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from ttrl.agents.agent_task import agent_task
     from ttrl.cli.recipe_script import run_recipe, script_arguments
+    from ttrl.configs.data import AdvantageConfig
     from ttrl.configs.recipe import GRPOConfig
     from ttrl.configs.run import TrainConfig
+    from ttrl.data.advantages import advantages_of
     from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
     from ttrl.data.pictures.plot import plot_packed_tensors
     from ttrl.data.tokenization import TaskResultTokenizer

@@ -287,6 +287,13 @@ class Step(StepFigures):
     sampler_trainer: SamplerTrainer | None = None
     gradient_noise: StepNoise | None = None
 
+    def by_name(self, separator: str = ".") -> Mapping[str, Any]:
+        """Return all values by flat names, "sampler_trainer.ess", as `MetricsRow.by_name`."""
+        compared = self.sampler_trainer
+        if compared is not None:
+            compared = compared.replace(by_version=None)
+        return flat(self.replace(sampler_trainer=compared).to_json(), separator)
+
 
 class TrainFigures(StepFigures):
     """The optimizer steps of an iteration together."""

@@ -22,6 +22,7 @@ from ttrl.cli import (
     eval_command,
     machine_commands,
     models,
+    pack_command,
     plan_command,
     proxy_command,
     runs,
@@ -43,6 +44,10 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         "check whether this machine can run ttrl, and list what to fix",
     ),
     "report": (runs.add_report, "write a run's report.html again and print its path"),
+    "pack": (
+        pack_command.add_pack,
+        "pack rollouts for `tune run ttrl/grpo_recipe`, without a run",
+    ),
     "view": (runs.add_view, "look at the packed rows of an iteration"),
     "plan": (plan_command.add_plan, "predict a run's memory, disk, FLOPs, time and cost"),
     "config": (config.add_config, "explain a setting: ttrl config max_tokens"),

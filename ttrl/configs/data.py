@@ -13,7 +13,11 @@ Share: TypeAlias = Literal["tree", "prompt", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """How rewards become advantages. Raises ConfigError for values that make no sense."""
+    """How rewards become advantages. Raises ConfigError for values that make no sense.
+
+    >>> AdvantageConfig(kind="leave_one_out", clip=5.0).std_floor
+    1e-06
+    """
 
     kind: AdvantageKind = "std"
     """A row of the table in `ttrl.data.advantages`."""

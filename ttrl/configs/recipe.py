@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from ttrl.configs.base import Config, absent_folder, required, settings
+from ttrl.configs.logger_settings import logger_problems
 from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.families.values import has_experts
 from ttrl.registries import OBJECTIVES
@@ -256,6 +257,21 @@ class TrainingConfig(Config):
     """
     profile_steps: int = 0
     """Write a trace of this many first optimizer steps to output_dir/profile/."""
+    metric_logger: Any = None
+    """Where the numbers of each optimizer step go, besides train.jsonl: an entry as in a run's
+    `loggers`, or a list of them, such as "tensorboard" or torchtune's {"_component_":
+    "torchtune.training.metric_logging.DiskLogger", "log_dir": "logs"}. A relative log_dir is below
+    `output_dir`. In a run, use its `loggers`.
+    """
+
+    @property
+    def metric_loggers(self) -> list[Any]:
+        """The entries of `metric_logger`."""
+        if self.metric_logger is None:
+            return []
+        if isinstance(self.metric_logger, list):
+            return self.metric_logger
+        return [self.metric_logger]
 
     @classmethod
     def elsewhere(cls, name: str) -> str | None:
@@ -304,6 +320,9 @@ class TrainingConfig(Config):
                 f"warmup_steps ({self.warmup_steps}) must be below total_steps ({self.total_steps})"
             )
         found += self._excluded() + self._lora_problems()
+        for entry in self.metric_loggers:
+            problems = logger_problems(entry)
+            found += [problem.replace("loggers:", "metric_logger:", 1) for problem in problems]
         return found + (self._without_cuda() if self.device == "cpu" else [])
 
     def _excluded(self) -> list[str]:

@@ -48,6 +48,7 @@ SET_BY_THE_LOOP = (
     "hand_over",
     "save",
     "kept",
+    "metric_logger",
 )
 """Settings of the recipe chosen by the loop for each iteration, so `training` cannot hold them."""
 
@@ -879,6 +880,8 @@ def _not_of_training(name: str) -> str:
     """Return the owner of a setting `training` cannot hold; "" for the recipe's, and for unknown
     ones.
     """
+    if name == "metric_logger":
+        return "for the recipe alone; set the run's loggers"
     if name in SET_BY_THE_LOOP:
         return "set by the loop"
     if name in TrainConfig.names() - GRPOConfig.names():

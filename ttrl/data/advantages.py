@@ -86,7 +86,7 @@ def batch_advantages(
 
 def advantages_of(
     results: Sequence[TaskResult],
-    config: AdvantageConfig,
+    config: AdvantageConfig | None = None,
     tokenizer: Any = None,
     *,
     keep_equal: bool = False,
@@ -102,7 +102,18 @@ def advantages_of(
     of standard deviations below the floor.
 
     Raises UserError, naming the sample, for a non-finite reward.
+
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> samples = [
+    ...     Sample(task_id="sums/1", sample=number, messages=[question], reward=number)
+    ...     for number in range(2)
+    ... ]
+    >>> result = TaskResult(task_id="sums/1", messages=[question], samples=samples)
+    >>> advantages = advantages_of([result], AdvantageConfig(kind="mean"))
+    >>> advantages.values
+    [[-0.5, 0.5]]
     """
+    config = config or AdvantageConfig()
     pairs = [shaped_rewards(result, config, tokenizer) for result in results]
     compared = [rewards for rewards, _ in pairs]
     places, counts = _with_signal(results, compared)

@@ -1,13 +1,13 @@
 """The pack phase: graded groups → advantages → token sequences → packed tensors."""
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.data.advantages import advantages_of
-from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
+from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import ServerError
 from ttrl.facts import PackFacts
@@ -17,6 +17,15 @@ from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.console import clock
 
 
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """The packed tensors of some groups, and the facts about them."""
+
+    packed: PackedTensors | None
+    """None: no group has a signal."""
+    facts: PackFacts
+
+
 def pack(
     iteration: IterationFolder,
     groups: list[TaskResult],
@@ -24,15 +33,31 @@ def pack(
     model: Path,
     tokenizer: Any,
 ) -> None:
-    """Write packed.safetensors and the marker. Groups with equal rewards teach nothing; they are
-    counted and left out, unless the recipe rewards single tokens (`GRPOConfig.rewards_tokens`).
+    """Write packed.safetensors and the marker.
 
     The marker's "groups" and "advantages" count all other changes to the rewards: see
     `ttrl.data.advantages.Advantages`.
     """
     began = clock()
-    keep_equal = config.recipe_config({}).rewards_tokens
-    advantages = advantages_of(groups, config.advantage_config(), tokenizer, keep_equal=keep_equal)
+    made = packed_groups(groups, config, model, tokenizer)
+    files = []
+    if made.packed is not None:
+        files.append("packed.safetensors")
+        made.packed.save(iteration.path / files[0])
+    iteration.mark(made.facts.replace(seconds=clock() - began), files)
+
+
+def packed_groups(
+    groups: list[TaskResult], config: TrainConfig, model: Path, tokenizer: Any
+) -> Packing:
+    """Compute advantages and pack, by the settings of a run. Groups with equal rewards teach
+    nothing; they are counted and left out, unless the recipe rewards single tokens
+    (`GRPOConfig.rewards_tokens`).
+    """
+    recipe = config.recipe_config({})
+    advantages = advantages_of(
+        groups, config.advantage_config(), tokenizer, keep_equal=recipe.rewards_tokens
+    )
     facts = PackFacts(
         groups=advantages.groups,
         advantages=advantages.figures,
@@ -40,14 +65,11 @@ def pack(
         rows=0,
     )
     if not advantages.kept:
-        iteration.mark(facts.replace(seconds=clock() - began))
-        return
+        return Packing(packed=None, facts=facts)
     tokenize = TaskResultTokenizer(tokenizer)
     pairs = zip(advantages.kept, advantages.values, strict=True)
     sequences = [sequence for group, values in pairs for sequence in tokenize(group, values)]
-    if config.recipe_config({}).router_replay and all(
-        sequence.experts is None for sequence in sequences
-    ):
+    if recipe.router_replay and all(sequence.experts is None for sequence in sequences):
         raise ServerError(
             f"router_replay: the server returned no experts for any of {len(sequences)} samples; "
             "start vLLM with --enable-return-routed-experts, or set router_replay=False"
@@ -62,11 +84,8 @@ def pack(
         share=config.share,
         multiple=config.processes,
         seed=config.seed,
+        model=model,
     )
-    made_with = tokenizer_digest(model)
-    if made_with is not None:
-        packed.metadata[TOKENIZER_KEY] = made_with
-    packed.save(iteration.path / "packed.safetensors")
     facts = facts.replace(
         rows=packed.num_rows,
         row_tokens=packed.num_tokens,
@@ -74,6 +93,5 @@ def pack(
         tokenization=dataclasses.asdict(tokenize.counts),
         fill=packed.num_tokens / packed.tokens.numel(),
         dropped=packed.dropped,
-        seconds=clock() - began,
     )
-    iteration.mark(facts, ["packed.safetensors"])
+    return Packing(packed=packed, facts=facts)

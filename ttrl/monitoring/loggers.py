@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ttrl.configs.base import without_secrets
 from ttrl.configs.logger_settings import normalised
 from ttrl.errors import ConfigError
-from ttrl.facts import MetricsRow
+from ttrl.facts import MetricsRow, Step
 from ttrl.registries import LOGGERS
 from ttrl.run_folder.metrics import STATE_FILE, read_seen
 from ttrl.run_folder.owner import shown_words
@@ -48,8 +48,10 @@ class MetricLogger(Protocol):
         """Finish; no more calls follow."""
 
 
-def flattened(row: MetricsRow) -> dict[str, float]:
-    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy"."""
+def flattened(row: MetricsRow | Step) -> dict[str, float]:
+    """Return the finite numbers of a row of metrics.jsonl or train.jsonl by flat names,
+    "train/entropy".
+    """
     return {
         name: float(value)
         for name, value in row.by_name("/").items()
@@ -84,6 +86,15 @@ class Loggers:
             with contextlib.suppress(OSError):
                 write_json(self._path, {"seen": self._seen})
 
+    def log_step(self, step: Step) -> None:
+        """Give each logger a step of a recipe, by its number in the optimizer's state. Never
+        raises.
+        """
+        for name, one in self._named:
+            self._guarded(
+                name, functools.partial(one.log_dict, flattened(step), step.global_step or 0)
+            )
+
     def close(self) -> None:
         """Let the loggers flush their data. Never raises."""
         for name, one in self._named:
@@ -115,14 +126,20 @@ class LoggedRun:
     console: Console
     config: Mapping[str, Any]
     """The settings of the run. They may hold secrets (`ttrl.configs.base.without_secrets`)."""
+    unit: str = "iteration"
+    """What a row is about: an iteration of a run, or an optimizer "step" of a recipe."""
 
 
 def make_loggers(
-    entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]
+    entries: Sequence[Any],
+    folder: Path,
+    console: Console,
+    config: Mapping[str, Any],
+    unit: str = "iteration",
 ) -> Loggers:
     """Create the loggers of a run in `folder` from `TrainConfig.loggers`; W&B shows `config` as the
     run's. Raises ConfigError with a remedy if one cannot be made."""
-    run = LoggedRun(folder, console, config)
+    run = LoggedRun(folder, console, config, unit)
     made: list[tuple[str, MetricLogger]] = []
     problems = []
     for number, entry in enumerate(entries):
@@ -154,8 +171,10 @@ def _make(name: str, arguments: Mapping[str, Any], run: LoggedRun) -> MetricLogg
         one = pkgutil.resolve_name(LOGGERS[name].make)(run, **arguments)
     else:
         if "log_dir" in arguments:
-            folder = str(run.folder / arguments["log_dir"])
-            arguments = {**arguments, "log_dir": folder}
+            folder = Path(arguments["log_dir"])
+            if not folder.is_relative_to(run.folder):  # as ${output_dir}/logs is in a recipe's
+                folder = run.folder / folder
+            arguments = {**arguments, "log_dir": str(folder)}
         one = pkgutil.resolve_name(name)(**arguments)
     if not callable(getattr(one, "log_dict", None)) or not callable(getattr(one, "close", None)):
         raise ValueError(
@@ -166,14 +185,15 @@ def _make(name: str, arguments: Mapping[str, Any], run: LoggedRun) -> MetricLogg
 
 
 class Stdout:
-    """Writes a line with every metric for each iteration."""
+    """Writes a line with every metric for each iteration or step."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._console = run.console
+        self._unit = run.unit
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         self._console.line(
-            f"iteration {step}: "
+            f"{self._unit} {step}: "
             + " ".join(f"{name}={value:.6g}" for name, value in payload.items())
         )
 

@@ -1,17 +1,22 @@
-"""train.jsonl: a line for each optimizer step."""
+"""Log each optimizer step: a line of train.jsonl, and the recipe's own loggers."""
 
 import contextlib
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.configs.recipe import PROGRESS_VARIABLE
 from ttrl.facts import SamplerTrainer, Step, dumped
+from ttrl.system.console import Console
 from ttrl.system.files import append_jsonl
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import Policy
 from ttrl.training.timing import Stopwatch, largest_product, matmul_peak, memory_peaks
+
+if TYPE_CHECKING:
+    from ttrl.monitoring.loggers import Loggers
 
 
 class TrainProgress:
@@ -41,8 +46,8 @@ class TrainProgress:
 
 
 class TrainLog:
-    """Writes a new file, on the first rank. A line waits for the next one, or for `close`, to be
-    completed.
+    """Writes a new file, on the first rank, and gives each line to the config's `metric_logger`.
+    A line waits for the next one, or for `close`, to be completed.
     """
 
     def __init__(
@@ -55,8 +60,20 @@ class TrainLog:
         self.compared: SamplerTrainer | None = None
         """The first step's comparison of sampler and trainer."""
         self._peak: float | None = None
+        self._loggers: Loggers | None = None
         if here.is_first:
             self._path.unlink(missing_ok=True)
+            if config.metric_loggers:
+                # Here: most trainers log to their run only.
+                from ttrl.monitoring.loggers import make_loggers
+
+                self._loggers = make_loggers(
+                    config.metric_loggers,
+                    Path(config.output_dir),
+                    Console(),
+                    config.to_dict(),
+                    unit="step",
+                )
         if config.measure_peak and here.is_first:
             self._peak = matmul_peak(
                 largest_product(policy.decoder, here.device), policy.compute_dtype, here.device
@@ -98,9 +115,13 @@ class TrainLog:
             parts = (self._held.seconds_by_part or {}) | self._watch.take()
             self._held = self._held.replace(seconds_by_part=parts)
             self._write()
+        if self._loggers is not None:
+            self._loggers.close()
 
     def _write(self, durable: bool = True) -> None:
         if self._held is not None:
             # The last line makes all of them so.
             append_jsonl(self._path, dumped(self._held).encode(), durable=durable)
+            if self._loggers is not None:
+                self._loggers.log_step(self._held)
             self._held = None

@@ -24,6 +24,7 @@ A sample of n tokens, the last one trained, takes n - 1 positions in a row of it
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -32,6 +33,7 @@ import numpy as np
 from ttrl.configs.data import Share, TooLong
 from ttrl.data.packing.flat_samples import FlatSamples, flatten, select
 from ttrl.data.packing.packed import PackedTensors, unpack
+from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.packing.packed_format import IGNORE_LABEL, Aggregation, PackedSample
 from ttrl.data.packing.placement import Forest, place
 from ttrl.data.packing.prefix_tree import PrefixTree, prefix_tree
@@ -64,6 +66,7 @@ def packed_tensors_from_tokenized_results(
     shortest_shared: int = SHORTEST_SHARED,
     multiple: int = 1,
     seed: int = 0,
+    model: str | os.PathLike[str] | None = None,
 ) -> PackedTensors:
     """Pack samples into rows of `seq_len` positions; beginnings shared before the first trained
     token are stored once per row, in any order of samples. The sample table is in the order of
@@ -151,7 +154,10 @@ def packed_tensors_from_tokenized_results(
             dropped=dropped,
         )
         packed.check("after packing")
-        return packed
+    digest = None if model is None else tokenizer_digest(model)
+    if digest is not None:
+        packed.metadata[TOKENIZER_KEY] = digest
+    return packed
 
 
 @contextlib.contextmanager

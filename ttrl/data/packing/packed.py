@@ -103,6 +103,14 @@ class PackedTensors:
         return int((self.group_ids >= 0).sum())
 
     @property
+    def num_saved(self) -> int:
+        """Return the positions saved by sharing among the samples of a row."""
+        # The last position of each sample's own group: without sharing, it takes its position + 1.
+        alone = self.sample_ids >= 0
+        alone[:, :-1] &= self.group_ids[:, 1:] != self.group_ids[:, :-1]
+        return int((self.input_pos[alone] + 1).sum()) - self.num_tokens
+
+    @property
     def num_trained(self) -> int:
         """Count the labels."""
         return int((self.labels != IGNORE_LABEL).sum())

@@ -23,7 +23,7 @@ TOKENIZER_KEY = "tokenizer"
 """Key in PackedTensors.metadata."""
 
 
-def tokenizer_digest(folder: str | Path) -> str | None:
+def tokenizer_digest(folder: str | os.PathLike[str]) -> str | None:
     """Return the SHA-256 of the model folder's tokenizer.json (checkpoints copy it byte by byte);
     None without one.
     """

@@ -148,17 +148,13 @@ def figures_of_pack(packed: PackedTensors) -> RowFigures:
     first = (
         (packed.parent_ids == packed.group_ids) & (packed.group_ids >= 0) & (packed.input_pos == 0)
     )
-    owned = packed.sample_ids >= 0
-    # The last position of each sample's own group: without sharing, it takes its position + 1.
-    alone = owned.clone()
-    alone[:, :-1] &= packed.group_ids[:, 1:] != packed.group_ids[:, :-1]
     return RowFigures(
         positions=packed.tokens.numel(),
         tokens=packed.num_tokens,
         trained=packed.num_trained,
         samples=len(packed.samples),
         trees=int(first.sum()),
-        saved=int((packed.input_pos[alone] + 1).sum()) - packed.num_tokens,
+        saved=packed.num_saved,
     )
 
 
