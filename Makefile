@@ -30,13 +30,10 @@ install:
 	@$(PYTHON) tools/install.py $(VENV)
 
 quickstart: install
-	@if $(RUN) -m ttrl.cli models get smollm2-135m; then recipe=structured_output; \
-	  else code=$$?; [ $$code -lt 128 ] || exit $$code; recipe=sort_letters; \
-	  echo "So a tiny model is trained instead: make quickstart-tiny."; fi; \
-	  set -x; $(RUN) recipes/$$recipe.py $(ARGS)
+	$(RUN) -m ttrl.cli quickstart $(ARGS)
 
 quickstart-tiny: install
-	$(RUN) recipes/sort_letters.py $(ARGS)
+	$(RUN) -m ttrl.cli quickstart --tiny $(ARGS)
 
 # Tests on a cluster mostly wait, so they run at the same time as those with servers.
 test: test-quick

@@ -655,25 +655,16 @@ def test_a_long_test_is_left_out_by_the_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failing", "recipe"),
-    [("nothing", "structured_output"), ("models get", "sort_letters")],
-    ids=["reachable", "not reachable"],
+    ("target", "command"),
+    [("quickstart", "quickstart"), ("quickstart-tiny", "quickstart --tiny")],
 )
-def test_the_quickstart_trains_the_tiny_model_where_the_real_one_cannot_be_had(
-    tmp_path: Path, failing: str, recipe: str
+def test_make_quickstart_installs_and_calls_the_command(
+    tmp_path: Path, target: str, command: str
 ) -> None:
-    code, calls = make(tmp_path, "quickstart", failing)
+    """What the command does: tests/cli/test_recipe_files.py."""
+    code, calls = make(tmp_path, target, "nothing")
     assert code == 0
-    assert calls == [
-        "tools/install.py .venv",
-        "-m ttrl.cli models get smollm2-135m",
-        f"recipes/{recipe}.py",
-    ]
-
-
-def test_a_quickstart_that_fails_is_not_followed_by_another(tmp_path: Path) -> None:
-    code, calls = make(tmp_path, "quickstart", "structured_output")
-    assert code != 0 and calls[-1] == "recipes/structured_output.py"
+    assert calls == ["tools/install.py .venv", f"-m ttrl.cli {command}"]
 
 
 def test_ci_stops_at_the_first_failure() -> None:

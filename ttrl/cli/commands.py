@@ -25,6 +25,7 @@ from ttrl.cli import (
     pack_command,
     plan_command,
     proxy_command,
+    recipe_files,
     runs,
     sweep,
     tasks_command,
@@ -35,6 +36,11 @@ from ttrl.text import harmless
 from ttrl.version import __version__
 
 SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "quickstart": (
+        recipe_files.add_quickstart,
+        "teach a small model to answer in JSON, in minutes and without a GPU",
+    ),
+    "recipes": (recipe_files.add_recipes, "list and copy the recipes and the trainer's configs"),
     "train": (
         runs.add_train,
         "train a model with a script, a recipe or a file of settings",

@@ -17,12 +17,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.system.memory_limit import memory_bytes, number_in
 from ttrl.system.nvidia import Gpus, find_gpus, gpu_problem
+from ttrl.version import __version__
 
 TESTED_VERSIONS = Path(__file__).parent.with_name("tested_versions.txt")
 MARKS = {"ok": "✓", "note": "!", "bad": "✗"}
@@ -412,6 +413,22 @@ def examine(folder: Path) -> list[CheckResult]:
             for future in [pool.submit(check) for check in checks]
             for result in future.result()
         ]
+
+
+def as_json(results: list[CheckResult]) -> str:
+    """Return the results, ttrl's version and the verdict as JSON. The home folder becomes "~": it
+    often holds a person's name.
+    """
+    found = {
+        "ttrl": __version__,
+        "runs_here": not any(result.mark == "bad" for result in results),
+        "checks": [asdict(result) for result in results],
+    }
+    text = json.dumps(found, indent=2, ensure_ascii=False)
+    home = os.path.expanduser("~")
+    if home in ("~", "/"):
+        return text
+    return text.replace(home + os.sep, "~/")
 
 
 def render(results: list[CheckResult]) -> str:

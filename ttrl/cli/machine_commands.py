@@ -13,7 +13,11 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         "also certify training on this hardware: kernels, optimizers, a learning run (3 to 15 "
         "minutes)"
     )
-    parser.add_argument("--certify", action="store_true", help=proof)
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--certify", action="store_true", help=proof)
+    ways.add_argument(
+        "--json", action="store_true", help="print the checks as JSON, such as for a bug report"
+    )
     out = "path of the certificate, without .json and .html (default: ./ttrl-certificate)"
     parser.add_argument(
         "--out", type=Path, default=Path("ttrl-certificate"), metavar="FILE", help=out
@@ -35,7 +39,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     checks = doctor.examine(Path.cwd())
     if arguments.model is not None:
         checks += doctor.check_model(arguments.model)
-    print(doctor.render(checks))
+    print(doctor.as_json(checks) if arguments.json else doctor.render(checks))
     if any(check.mark == "bad" for check in checks):
         return 1
     if not arguments.certify:

@@ -173,7 +173,8 @@ def _script(what: str) -> Path | None:
     """Return the script or recipe of this name, if it is one. Raises UserError for a script ttrl
     cannot run.
     """
-    from ttrl.cli.runs import recipes, script_named
+    from ttrl.cli.recipe_files import recipes
+    from ttrl.cli.runs import script_named
 
     is_recipe = what.replace("-", "_") in recipes() and not Path(what).exists()
     if is_recipe or what.endswith(".py"):
@@ -206,7 +207,7 @@ def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) 
 
 def _check_name(name: str) -> None:
     """Raise UserError for a name that is neither a model's nor anything else with a plan."""
-    from ttrl.cli.runs import recipes
+    from ttrl.cli.recipe_files import recipes
     from ttrl.ready_models import READY_MODELS, is_ready
 
     if is_ready(name) or name.count("/") == 1:

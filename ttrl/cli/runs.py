@@ -4,19 +4,18 @@
 
 import argparse
 import difflib
-import os
 import re
 import shutil
 import sys
 import textwrap
 from pathlib import Path
 
+from ttrl.cli.recipe_files import become, recipes
 from ttrl.errors import ConfigError, UserError
 from ttrl.system.console import say
 from ttrl.text import harmless
 
 _RUN = "a run folder, such as runs/sort_letters"
-_RECIPES = Path(__file__).parents[2] / "recipes"
 _TRAIN = """Train a model with a script, a recipe or a file of settings. The same command
 continues a run.
 
@@ -48,14 +47,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Train by a file of settings, or become the script."""
     if arguments.what.endswith((".yaml", ".yml")):
         return _train_by_settings(Path(arguments.what), arguments.options)
-    script = script_named(arguments.what)
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(script), *arguments.options])
-
-
-def recipes() -> dict[str, Path]:
-    """Return the recipes of a clone by their names; none if ttrl was installed without them."""
-    return {path.stem: path for path in sorted(_RECIPES.glob("*.py"))}
+    become(script_named(arguments.what), arguments.options)
 
 
 def script_named(what: str) -> Path:
@@ -83,7 +75,7 @@ def script_named(what: str) -> Path:
         raise UserError(
             f"there is no recipe {what!r}; {hint}Give a script (FILE.py), a file of settings "
             "(RUN.yaml) or one of "
-            f"{', '.join(known) or f'the recipes in a clone of ttrl: there are none in {_RECIPES}'}"
+            f"{', '.join(known) or 'the recipes, which are not installed'}"
         )
     return known[name]
 

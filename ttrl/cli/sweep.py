@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-from ttrl.cli.runs import recipes
+from ttrl.cli.recipe_files import recipes
 from ttrl.errors import UserError
 from ttrl.system.console import say
 from ttrl.system.files import read_object, write_json
