@@ -3,6 +3,7 @@
 import argparse
 import ast
 import asyncio
+import contextlib
 import dataclasses
 import doctest
 import inspect
@@ -22,14 +23,16 @@ from support.facts import rows_of
 from support.readme import first_task
 
 import ttrl
-from ttrl import TrainConfig, plan
+from ttrl import PackedTensors, TrainConfig, plan
 from ttrl.cli.commands import SUBCOMMANDS, main
 from ttrl.configs import GRPOConfig
 from ttrl.families.table import COMPOSITES, OWN_DECODERS
 from ttrl.monitoring.loggers import make_loggers
 from ttrl.ready_models import READY_MODELS
 from ttrl.system.console import Console
+from ttrl.system.files import read_jsonl
 from ttrl.tasks.reference import load_tasks
+from ttrl.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -271,6 +274,82 @@ def test_the_logger_for_mlflow_is_one(tmp_path: Path, monkeypatch: pytest.Monkey
     loggers.log(rows_of([{"iteration": 3, "reward": 0.5, "train": {"loss": 0.25}}]))
     loggers.close()
     assert told == ["letters", "started", ({"reward": 0.5, "train/loss": 0.25}, 3), "ended"]
+
+
+def loop_of_ones_own(iterations: int) -> str:
+    """Return the script in docs/how-to/recipe_alone.md."""
+    page = (ROOT / "docs/how-to/recipe_alone.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = (block for block in blocks if "ITERATIONS = 2" in block)
+    return code.replace("ITERATIONS = 2", f"ITERATIONS = {iterations}")
+
+
+class SortsSometimes(ChatHandler):
+    """Sorts the letters of each question's last word for every second sample."""
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        word = re.findall(r"[a-z]+", body["messages"][-1]["content"])[-1]
+        texts = ("".join(sorted(word)), word)
+        self.send(
+            completion([choice(number, texts[number % 2]) for number in range(body["n"])]).body
+        )
+
+
+class StandIn:
+    """In place of a vLLM server."""
+
+    def __init__(self, model: Path, **settings: object) -> None:
+        assert (model / "config.json").is_file() and settings["dtype"] == "fp32"
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "StandIn":
+        self.address = self._stack.enter_context(threaded(SortsSometimes))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def endpoint(self) -> str:
+        return self.address
+
+
+@pytest.mark.e2e
+def test_the_loop_of_ones_own_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One iteration, with a stand-in for vLLM and the real trainer."""
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "models" / "tiny")
+    code = loop_of_ones_own(1).replace("from ttrl.server.vllm import VLLMServer\n", "")
+    names = {"__name__": "__main__", "VLLMServer": StandIn}
+    exec(compile(code, "docs/how-to/recipe_alone.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert "128 samples of 16 tasks" in said
+    assert said.endswith(f"{tmp_path}/out/1/checkpoint\n")
+    (line,) = read_jsonl(tmp_path / "out" / "1" / "train.jsonl")
+    assert line["grad_norm"] > 0 and line["trained_tokens"] > 128
+    packed = PackedTensors.load(tmp_path / "out" / "1" / "packed.safetensors")
+    assert len(packed.samples) == 128 and "tokenizer" in packed.metadata
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_the_loop_of_ones_own_goes_on_from_its_own_policy(tmp_path: Path) -> None:
+    """Two iterations as the page has them, with real servers.
+
+    Long: only this serves the checkpoint of such a loop. One iteration:
+    test_the_loop_of_ones_own_trains.
+    """
+    make_tiny_model(tmp_path / "models" / "tiny")
+    (tmp_path / "loop.py").write_text(loop_of_ones_own(2))
+    command = [sys.executable, "loop.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [read_jsonl(tmp_path / "out" / name / "train.jsonl") for name in "12"]
+    assert [line["global_step"] for lines in steps for line in lines] == [1, 2]
+    # The second one compares with what the first one's checkpoint sampled.
+    assert abs(steps[1][0]["sampler_trainer"]["mean"]) < 1e-3
 
 
 NAMES = {name: getattr(ttrl, name) for name in ttrl.__all__ if name != "__version__"}

@@ -1,6 +1,7 @@
 """doctor: each finding from made-up facts, the processes it starts for real, and its command."""
 
 import json
+import os
 import re
 import socket
 import sys
@@ -14,6 +15,7 @@ from ttrl.cli.doctor import CheckResult
 from ttrl.system.memory_limit import number_in
 from ttrl.system.nvidia import Gpus
 from ttrl.tiny_model import make_tiny_model
+from ttrl.version import __version__
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "available": False}
 CUDA = {"version": "2.13.0", "cuda": "13.0", "available": True}
@@ -225,6 +227,25 @@ def test_the_command_exits_with_one_when_ttrl_cannot_run(
     monkeypatch.setattr(doctor, "examine", lambda folder: [CheckResult(mark, "x", "y", "z")])  # type: ignore[arg-type]
     assert cli.main(["doctor"]) == code
     assert " x          y" in capsys.readouterr().out
+
+
+def test_the_json_has_every_check_and_no_home_folder() -> None:
+    home = os.path.expanduser("~")
+    results = [
+        CheckResult("ok", "Python", f"3.12, {home}/ttrl/.venv"),
+        CheckResult("note", "disk", "“full”", "do x"),
+    ]
+    text = doctor.as_json(results)
+    found = json.loads(text)
+    assert home not in text and found["checks"][0]["fact"] == "3.12, ~/ttrl/.venv"
+    assert found["checks"][1] == {
+        "mark": "note",
+        "subject": "disk",
+        "fact": "“full”",
+        "advice": "do x",
+    }
+    assert found["ttrl"] == __version__ and found["runs_here"] is True
+    assert not json.loads(doctor.as_json([CheckResult("bad", "a", "b")]))["runs_here"]
 
 
 @pytest.mark.e2e

@@ -169,6 +169,8 @@ def test_an_installed_wheel_finds_its_recipes(
     subprocess.run([*pip, "--ignore-installed", place, tmp_path / "i", packages[1]], check=True)
     (found,) = (tmp_path / "i").rglob("ttrl/version.py")
     installed = found.parents[1]
+    (installed / "recipes").mkdir()  # as torchtune has one
+    (installed / "recipes" / "lora.py").write_text("")
     path = ttrl("recipes", "tiny_cpu", where=tmp_path, packages=installed).stdout.strip()
     assert Path(path).is_relative_to(tmp_path / "i") and Path(path).is_file()
     done = ttrl(*arguments, where=tmp_path, packages=installed)

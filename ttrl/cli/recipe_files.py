@@ -18,12 +18,11 @@ from ttrl.text import harmless
 
 _HOME = Path(__file__).resolve().parents[2]
 """A clone, or site-packages."""
-_FOLDERS = (
-    _HOME,
+_INSTALLED = (
     _HOME / "share" / "ttrl",  # pip install --target
     _HOME / ".." / ".." / ".." / "share" / "ttrl",  # a virtual environment, a user's packages
 )
-"""Where the two folders may lie."""
+"""Where a wheel may have put the two folders."""
 _MODEL = "smollm2-135m"
 
 
@@ -38,7 +37,11 @@ def recipe_configs() -> dict[str, Path]:
 
 
 def _files(folder: str, pattern: str) -> dict[str, Path]:
-    for parent in _FOLDERS:
+    if (_HOME / "pyproject.toml").is_file():
+        places: tuple[Path, ...] = (_HOME,)
+    else:
+        places = _INSTALLED  # torchtune has a folder recipes/ in site-packages
+    for parent in places:
         paths = sorted(Path(parent, folder).resolve().glob(pattern))
         found = {path.stem: path for path in paths}
         if found:
