@@ -327,10 +327,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def world(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> "World":
+def world(tmp_path: Path, tiny_model: Path) -> "World":
     """A run on fake parts."""
     from support.world import World
 
-    made = World(tmp_path, tiny_model)
-    made.take_over(monkeypatch)
-    return made
+    return World(tmp_path, tiny_model)

@@ -6,6 +6,7 @@ free than it was promised, and memory that others take or give back while it pro
 server fit one after the other, and not at the same time.
 """
 
+import functools
 import itertools
 import json
 import shutil
@@ -19,8 +20,7 @@ from support.fake_vllm import canary_of
 from support.world import FakeServer
 
 from ttrl.errors import ServerError, ServerStartError, TrainerDiedError, TrainerError
-from ttrl.launch import trainer, tune
-from ttrl.loop import train as train_module
+from ttrl.launch.trainer import Trainer
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.files import read_jsonl
 from ttrl.system.request_folder import RequestFolder
@@ -66,7 +66,7 @@ class Gpu:
 
 
 @pytest.fixture
-def run(world, monkeypatch):
+def run(world):
     """`run(promised, **settings)`: the account of a run whose server is promised so much."""
 
     def made(promised, meet=None, dies=(), **settings):
@@ -203,12 +203,9 @@ def run(world, monkeypatch):
                 fake.checkpoint = self._serving.checkpoint
                 return fake.endpoints()
 
-        world.trainer_class = trainer.Trainer
-        with monkeypatch.context() as patch:
-            patch.setattr(train_module, "PolicyServer", Keeper)
-            patch.setattr(trainer, "TrainerProcess", TrainerThread)
-            patch.setattr(tune, "TrainerProcess", TrainerThread)
-            result = world.train(**settings)
+        world.trainer_class = functools.partial(Trainer, process=TrainerThread)
+        world.server_class = Keeper
+        result = world.train(**settings)
         assert result.metrics[-1]["iteration"] == settings["iterations"]
         assert not [event for event in gpu.events if "disturbs" in event]
         return gpu.events
@@ -305,10 +302,10 @@ def test_on_one_gpu_a_server_that_stays_is_promised_what_the_trainer_leaves(run)
 @pytest.mark.parametrize(
     "settings", [{"device": "cpu"}, {"device": "cuda", "placement": "split"}], ids=str
 )
-def test_on_a_cpu_and_with_gpus_of_their_own_nobody_waits(run, settings, monkeypatch):
+def test_on_a_cpu_and_with_gpus_of_their_own_nobody_waits(run, world, settings, monkeypatch):
     """The server starts while the trainer loads: neither of the two would be done without the
     other.
     """
-    monkeypatch.setattr(train_module, "gpus_here", lambda: [TOTAL * 1e9] * 2)
+    world.gpus = [TOTAL * 1e9] * 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     run(15, meet=threading.Barrier(2, timeout=60), iterations=1, **settings)

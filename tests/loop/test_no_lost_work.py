@@ -9,10 +9,8 @@ import shutil
 from uuid import uuid4
 
 import pytest
-from support.world import FakeServer
 
 from ttrl.errors import RunFolderError, ServerStartError, StorageError
-from ttrl.loop import train as train_module
 from ttrl.run_folder.config_changes import history
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system import files
@@ -206,13 +204,20 @@ def test_a_run_that_cannot_fit_is_not_begun(world, monkeypatch):
     assert world.events == []
 
 
-def test_the_run_goes_on_on_another_machine(world, monkeypatch):
+def cut_at_the_end(run_folder, rows=None):
+    """The last report is of the whole folder."""
+    if rows is None:
+        raise PowerCut
+    return run_folder / "report.html"
+
+
+def test_the_run_goes_on_on_another_machine(world):
     world.writes_reports = True
     address = f"memory://{uuid4().hex}"
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "leave_report", lambda _: (_ for _ in ()).throw(PowerCut))
-        with pytest.raises(PowerCut):
-            world.train(**RUN, mirror=address)
+    world.leave_report = cut_at_the_end
+    with pytest.raises(PowerCut):
+        world.train(**RUN, mirror=address)
+    del world.leave_report
     world.run.rename(world.folder / "the other machine")
     world.events.clear()
     result = world.train(**(RUN | {"iterations": 3}), mirror=address)
@@ -228,10 +233,8 @@ def test_a_changed_setting_is_taken_where_it_is_allowed(world):
     world.train(**RUN)
     with pytest.raises(RunFolderError, match=r"\+ training\.lr: 0\.5"):
         world.train(**(RUN | {"iterations": 3}), training={"lr": 0.5})
-    changed = world.config(**(RUN | {"iterations": 3}), training={"lr": 0.5})
-    train_module.train_checked(
-        changed, world.tasks(6), world.tasks(2, "held-out"), allow_changes=["lr"]
-    )
+    changed = RUN | {"iterations": 3, "training": {"lr": 0.5}}
+    world.train(allow_changes=["lr"], **changed)
     assert world.recipes[-1]["lr"] == 0.5
     (line,) = history(world.run)
     assert line.iteration == 3
@@ -253,12 +256,15 @@ def test_a_start_that_was_refused_binds_nobody(world, monkeypatch):
         world.train(iterations=1, training={"lora_rank": 2}, seed=4)
 
 
-def test_a_server_that_never_started_binds_nobody_either(world, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise ServerStartError("the vLLM server ended while it started")
+def test_a_server_that_never_started_binds_nobody_either(world):
+    before = world.server_class
 
-    with monkeypatch.context() as patch:
-        patch.setattr(FakeServer, "serve", refuse)
-        with pytest.raises(ServerStartError):
-            world.train(iterations=1)
+    class Refusing(before):
+        def serve(self, *_, **__):
+            raise ServerStartError("the vLLM server ended while it started")
+
+    world.server_class = Refusing
+    with pytest.raises(ServerStartError):
+        world.train(iterations=1)
+    world.server_class = before
     world.train(iterations=1, seed=3)

@@ -329,27 +329,27 @@ def test_a_trainer_that_dies_is_brought_to_where_it_was(world, beside):
     assert_finished(world, 6, 6 * 2 + 7 * 2)
 
 
-def test_a_trainer_that_starts_again_leaves_what_validation_is_writing(world, beside, monkeypatch):
+def test_a_trainer_that_starts_again_leaves_what_validation_is_writing(world, beside):
     left = [
         ".partial-1-checkpoint/model.safetensors",
         ".partial-1-validation.jsonl",
         "done/.partial-1-validate.json",
     ]
     there = []
-    make_checkpoint = beside.make_checkpoint
 
-    def dying_once(self, number, recipe_config):
-        folder = world.run / f"iterations/{number:04d}"
-        if number == 2:
-            if not there:
-                for name in left:
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / name).touch()
-                beside.dies[2] = TrainerDiedError(DEAD)
-            there.append([name for name in left if (folder / name).exists()])
-        return make_checkpoint(self, number, recipe_config)
+    class DyingOnce(beside):
+        def make_checkpoint(self, number, recipe_config):
+            folder = world.run / f"iterations/{number:04d}"
+            if number == 2:
+                if not there:
+                    for name in left:
+                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                        (folder / name).touch()
+                    beside.dies[2] = TrainerDiedError(DEAD)
+                there.append([name for name in left if (folder / name).exists()])
+            return super().make_checkpoint(number, recipe_config)
 
-    monkeypatch.setattr(beside, "make_checkpoint", dying_once)
+    world.trainer_class = DyingOnce
     world.train(weight_sync="memory", iterations=2)
     assert there == [left, left[1:]]
 

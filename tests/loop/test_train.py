@@ -20,7 +20,6 @@ from ttrl.errors import (
     TaskError,
 )
 from ttrl.facts import FLOPS_PARTS, MetricsRow, PhaseSeconds
-from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.progress_line import seconds_left
 from ttrl.plans.plan_machine import Machine
@@ -364,9 +363,7 @@ def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):
 
 
 def test_quiet_says_nothing(world, capfd):
-    train_module.train_checked(
-        world.config(iterations=1), world.tasks(4), world.tasks(1, "held-out"), quiet=True
-    )
+    world.train(world.tasks(4), world.tasks(1, "held-out"), iterations=1, quiet=True)
     captured = capfd.readouterr()
     assert captured.err == captured.out == ""
 
