@@ -276,6 +276,15 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{name}/some/folder"
 
 
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model hub whose name nobody knows."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+
+
 @pytest.fixture(scope="session")
 def one_thread() -> None:
     """More threads than idle cores make tiny models hundreds of times slower."""

@@ -229,8 +229,12 @@ def test_the_lines_of_a_run(model, tmp_path):
     assert (tmp_path / "profile" / "rank-0.json").is_file()
 
 
-def test_losses_that_are_not_finite_stop_the_run(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(sft_recipe, "weighted_loss", lambda weights, logprobs, at: logprobs / 0)
+def test_losses_that_are_not_finite_stop_the_run(model, tmp_path):
+    """Of a model whose weights are finite, and whose logits are not."""
+    model = shutil.copytree(model, tmp_path / "overflowing")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] *= 3e38
+    save_file(tensors, model / "model.safetensors")
     with pytest.raises(
         DivergedError, match=r"step 2: .*losses are not finite; the first is in microbatch 0"
     ):

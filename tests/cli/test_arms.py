@@ -6,7 +6,9 @@ a.
 """
 
 import dataclasses
+import functools
 import json
+import re
 import shutil
 import types
 from pathlib import Path
@@ -18,8 +20,8 @@ from support.chat_server import ChatHandler, threaded
 from support.facts import mark
 
 from ttrl import TrainConfig, evaluate, sft_recipe
-from ttrl.cli import arms
-from ttrl.cli.arms import HeldOut, Supervised, run_arms, supervised_first, supervised_run
+from ttrl.cli.arms import HeldOut, Means, Supervised, run_arms, supervised_first, supervised_run
+from ttrl.cli.plan_command import PlanOptions
 from ttrl.configs import SFTConfig
 from ttrl.errors import ConfigError, RunFolderError, UserError
 from ttrl.facts import TrainFacts
@@ -68,9 +70,18 @@ def answers(address, tmp_path_factory):
 
 
 @pytest.fixture
-def world(address, answers, monkeypatch):
+def world():
     """What was trained and asked, in order."""
-    done, (said, exact), threads = [], answers, torch.get_num_threads()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two of them wait for each other longer than such a model computes
+    yield []
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def means_on(world, address, answers):
+    """`means_on(gpus, tune)`: what trains and asks in this world, on GPUs of these bytes, if any."""
+    done, (said, exact) = world, answers
 
     def tune_here(config, path, *, recipe, nproc_per_node, pbar_desc):
         assert nproc_per_node == 1
@@ -89,13 +100,14 @@ def world(address, answers, monkeypatch):
         done.append(("ask", Path(model).name, *tasks))
         return evaluate(address, tasks, **settings)
 
-    def train(config, *, tasks, validation_tasks):
+    def train(cuda, config, *, tasks, validation_tasks):
         folder = RunFolder(config.run)
         done.append(("RL", folder.path.name))
         if (folder.path / "metrics.jsonl").exists():
             return types.SimpleNamespace(checkpoint=Path(config.model))
         folder.path.mkdir(parents=True)
-        (folder.path / "config.yaml").write_text(yaml.safe_dump(config.resolved(False).to_dict()))
+        resolved = config.resolved(cuda)
+        (folder.path / "config.yaml").write_text(yaml.safe_dump(resolved.to_dict()))
         rows, total = [], 0.0
         for number in range(config.iterations + 1):
             folder.iteration(number).path.mkdir(parents=True)
@@ -120,11 +132,18 @@ def world(address, answers, monkeypatch):
         (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return types.SimpleNamespace(checkpoint=Path(config.model))
 
-    for name, replacement in (("tune", tune_here), ("evaluate", ask_there), ("train", train)):
-        monkeypatch.setattr(arms, name, replacement)
-    torch.set_num_threads(1)  # two of them wait for each other longer than such a model computes
-    yield done
-    torch.set_num_threads(threads)
+    def made(gpus=(), tune=tune_here):
+        hardware = Hardware(list(gpus), 1e12)
+        train_there = functools.partial(train, hardware.cuda)
+        return Means(train_there, tune, ask_there, lambda config: hardware)
+
+    return made
+
+
+@pytest.fixture
+def means(means_on):
+    """Without GPUs."""
+    return means_on()
 
 
 def settings(model, tmp_path):
@@ -157,7 +176,7 @@ def given(tmp_path, **others):
     )
 
 
-def run(arguments, model):
+def run(arguments, model, means):
     config = TrainConfig(
         run=str(arguments.run), model=str(model), iterations=2, tasks_per_iteration=4,
         samples_per_task=16, max_tokens=9, advantages="mean", validation_metric="exact",
@@ -174,11 +193,12 @@ def run(arguments, model):
         start=start,
         sft=Supervised(EXAMPLES, {**own, "lr": 1e-3}),
         sets=sets,
+        means=means,
     )
 
 
-def test_sft_takes_as_many_flops_as_rl(world, model, tmp_path):
-    said = run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model)
+def test_sft_takes_as_many_flops_as_rl(world, means, model, tmp_path):
+    said = run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model, means)
     folder = RunFolder(tmp_path / "run" / "SFT-1")
     steps = [folder.iteration(number).marker(TrainFacts).steps for number in (1, 2)]
     half = max(step["flops"] for part in steps for step in part) / 2
@@ -214,16 +234,16 @@ def test_sft_takes_as_many_flops_as_rl(world, model, tmp_path):
         "held-out",
     )
     before = len(world)
-    assert run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model) == said
+    assert run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model, means) == said
     assert [one[0] for one in world[before:]] == ["RL"] * 4  # whose finished runs say so themselves
 
 
-def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, tmp_path):
+def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, means, model, tmp_path):
     own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
     right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
     assert 0.2 < right < 1
     checkpoint = supervised_run(
-        tmp_path / "all", own, asked, by="steps", marks=[2, 3], stop_at=right + 0.01
+        tmp_path / "all", own, asked, by="steps", marks=[2, 3], stop_at=right + 0.01, means=means
     )
     assert (
         checkpoint == tmp_path / "all/iterations/0002/checkpoint"
@@ -238,10 +258,13 @@ def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, t
         row["validation"]["exact"] for row in rows
     } == {right}
     assert (
-        supervised_run(tmp_path / "none", own, asked, by="steps", marks=[2], stop_at=right) == model
+        supervised_run(
+            tmp_path / "none", own, asked, by="steps", marks=[2], stop_at=right, means=means
+        )
+        == model
     )
     with pytest.raises(RunFolderError, match="marks"):
-        supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 4])
+        supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 4], means=means)
     with pytest.raises(UserError, match="no metric 'format'; they have reward, exact"):
         supervised_run(
             tmp_path / "other",
@@ -249,16 +272,17 @@ def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, t
             HeldOut(HELD_OUT, "format", {"max_tokens": 9}),
             by="steps",
             marks=[2],
+            means=means,
         )
 
 
-def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
+def test_a_killed_run_goes_on_where_it_was(world, means, model, tmp_path):
     """After a piece was trained but not asked, and in the middle of a piece: to the same
     weights.
     """
     own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
-    whole = supervised_run(tmp_path / "whole", own, asked, by="steps", marks=[2, 4])
-    supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2])
+    whole = supervised_run(tmp_path / "whole", own, asked, by="steps", marks=[2, 4], means=means)
+    supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2], means=means)
     (tmp_path / "killed" / "config.yaml").unlink()
     folder = RunFolder(tmp_path / "killed")
     (folder.path / "metrics.jsonl").write_text(
@@ -268,12 +292,14 @@ def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
     (folder.iteration(2).path).mkdir()
     (folder.iteration(2).path / "train.jsonl").write_text("{}\n")
     world.clear()
-    last = supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2, 4])
+    last = supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2, 4], means=means)
     assert [one[0] for one in world] == ["ask", "train", "ask"]
     assert (last / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, tmp_path, capsys):
+def test_a_run_begins_with_the_supervised_training_that_it_needs(
+    world, means, model, tmp_path, capsys
+):
     """Unless it is only looked at; with what is wrong said before anything is trained; the same
     command finds it there again.
     """
@@ -284,33 +310,35 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, t
     )
     for looked in ("check", "plan", "tiny"):
         arguments = given(tmp_path, **{"tiny": False, looked: True})
-        assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
+        assert supervised_first(arguments, config, TASKS, HELD_OUT, start, means) is config
     assert "start: 1 process in fp32, each with up to" in capsys.readouterr().out
     for looked in ({"check": True}, {}):
         wrong = dataclasses.replace(start, settings={"batch_size": 0})
         with pytest.raises(ConfigError, match="start: batch_size is 0"):
-            supervised_first(given(tmp_path, tiny=False, **looked), config, TASKS, HELD_OUT, wrong)
+            supervised_first(
+                given(tmp_path, tiny=False, **looked), config, TASKS, HELD_OUT, wrong, means
+            )
     with pytest.raises(ConfigError, match="max_tokens is 0"):
         supervised_first(
-            given(tmp_path, tiny=False, set=["max_tokens=0"]), config, TASKS, HELD_OUT, start
+            given(tmp_path, tiny=False, set=["max_tokens=0"]), config, TASKS, HELD_OUT, start, means
         )
     assert not world and not (tmp_path / "run").exists()
     arguments = given(tmp_path, tiny=False)
-    first = supervised_first(arguments, config, TASKS, HELD_OUT, start)
+    first = supervised_first(arguments, config, TASKS, HELD_OUT, start, means)
     assert first == dataclasses.replace(
         config, model=str(tmp_path / "run/start/iterations/0002/checkpoint")
     )
     trained = len(world)
     assert (
-        supervised_first(arguments, config, TASKS, HELD_OUT, start) == first
+        supervised_first(arguments, config, TASKS, HELD_OUT, start, means) == first
         and len(world) == trained
     )
 
 
 @pytest.fixture
-def gpus(world, monkeypatch):
-    """Two of them, as far as arms are concerned: what was started in how many processes, with which
-    settings.
+def gpus(means_on):
+    """`gpus.means(80e9, 80e9)`: two of them, as far as arms are concerned; `gpus.started`: what was
+    started in how many processes, with which settings.
     """
     started = []
 
@@ -332,15 +360,9 @@ def gpus(world, monkeypatch):
         step |= {"lr": 1e-3, "seconds": 1.0, "flops_by_part": {"training": 4e6}}
         (Path(config["output_dir"]) / "train.jsonl").write_text(json.dumps(step) + "\n")
 
-    def of(config):
-        return Hardware([80e9, 80e9], 1e12)
-
-    here = TrainConfig.resolved
-    # So does `train` there.
-    monkeypatch.setattr(TrainConfig, "resolved", lambda config, cuda: here(config, True))
-    monkeypatch.setattr(arms, "tune", tune_there)
-    monkeypatch.setattr(Hardware, "of", of)
-    return started
+    return types.SimpleNamespace(
+        started=started, means=lambda *memory: means_on(memory, tune_there)
+    )
 
 
 def test_supervised_training_takes_over_the_gpus_and_the_dtype_of_the_run(gpus, model, tmp_path):
@@ -362,10 +384,19 @@ def test_supervised_training_takes_over_the_gpus_and_the_dtype_of_the_run(gpus, 
     )
     sft = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64, "rows_per_microbatch": 1})
     for _ in range(2):
-        run_arms(arguments, config, TASKS, HELD_OUT, start=start, sft=sft, sets={})
-    assert [name for name, _, _ in gpus] == ["start", "SFT-0", "SFT-0"]
-    assert {processes for _, processes, _ in gpus} == {2}
-    first, second, _ = (settings for _, _, settings in gpus)
+        run_arms(
+            arguments,
+            config,
+            TASKS,
+            HELD_OUT,
+            start=start,
+            sft=sft,
+            sets={},
+            means=gpus.means(80e9, 80e9),
+        )
+    assert [name for name, _, _ in gpus.started] == ["start", "SFT-0", "SFT-0"]
+    assert {processes for _, processes, _ in gpus.started} == {2}
+    first, second, _ = (settings for _, _, settings in gpus.started)
     for settings in (first, second):
         assert settings["dtype"] == "bf16" and settings["rows_per_microbatch"] == 64
         assert settings["activation_checkpointing"] is False
@@ -374,60 +405,50 @@ def test_supervised_training_takes_over_the_gpus_and_the_dtype_of_the_run(gpus, 
     assert RunFolder(tmp_path / "run" / "SFT-0").config()["nproc_per_node"] == 2
 
 
-def test_what_does_not_fit_is_told_of_all_arms_before_anything_runs(
-    world, gpus, tmp_path, monkeypatch
-):
+def test_what_does_not_fit_is_told_of_all_arms_before_anything_runs(world, gpus, tmp_path):
     """RL trains adapters, which fit; the start trains all weights of 7 billion."""
     big = tmp_path / "big"
     big.mkdir()
     (big / "config.json").write_text(json.dumps(QWEN))
-    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([80e9], 1e12))
     with pytest.raises(ConfigError) as caught:
-        run(given(tmp_path, set=["lora_rank=32"]), big)
+        run(given(tmp_path, set=["lora_rank=32"]), big, gpus.means(80e9))
     (problem,) = caught.value.problems
     assert (
         problem.startswith("start: does not fit: the trainer needs")
         and "; or 2 such GPUs" in problem
     )
     assert "TTRL_IGNORE_MEMORY=1" in problem
-    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([24e9], 1e12))
     with pytest.raises(ConfigError) as caught:
-        run(given(tmp_path, arm=[["wide", "lora_rank=8"]]), big)
+        run(given(tmp_path, arm=[["wide", "lora_rank=8"]]), big, gpus.means(24e9))
     said = [problem.split(":")[0] for problem in caught.value.problems]
     assert said == ["RL", "wide", "start", "SFT"]
-    assert not world and not gpus and not (tmp_path / "run").exists()
+    assert not world and not gpus.started and not (tmp_path / "run").exists()
 
 
-def test_what_does_not_fit_a_start_is_told_before_it_begins(
-    world, gpus, model, tmp_path, monkeypatch
-):
+def test_what_does_not_fit_a_start_is_told_before_it_begins(world, gpus, model, tmp_path):
+    arguments = given(tmp_path, tiny=False)
     config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, max_tokens=9)
     start = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64}, marks=[2])
-    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([0.5e9], 1e12))
     with pytest.raises(ConfigError) as caught:
-        supervised_first(given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start)
+        supervised_first(arguments, config, TASKS, HELD_OUT, start, gpus.means(0.5e9))
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["RL", "start"]
-    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([80e9], 1e12))
-    monkeypatch.setattr(
-        arms, "supervised_run", lambda run, settings, *more, **others: settings["data"]
-    )
-    assert supervised_first(
-        given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start
-    ).model.endswith("examples.jsonl")
-    assert not world and not gpus
+    assert not world and not gpus.started and not (tmp_path / "run").exists()
+    made = supervised_first(arguments, config, TASKS, HELD_OUT, start, gpus.means(80e9))
+    assert made.model == str(tmp_path / "run/start/iterations/0001/checkpoint")
+    assert [name for name, _, _ in gpus.started] == ["start"]
 
 
-def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(arms, "run_recipe", lambda *given: "the run's plan")
-    monkeypatch.setattr(arms, "_sft_plan", lambda run: "")
-    said = run(given(tmp_path, plan=True), model)
-    assert said.startswith(
-        "the run's plan\n\nSupervised training\n  start: 2 processes in bf16, each with up to"
-    )
-    assert "\n  SFT: 2 processes in bf16" in said and not gpus
+def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path):
+    asked = given(tmp_path, plan=PlanOptions())
+    said = run(asked, model, gpus.means(80e9, 80e9))
+    plan, _, others = said.partition("\n\nSFT, of each seed, takes the ")
+    assert (tmp_path / "run/RL-0/plan.json").is_file() and "trainer" in plan
+    assert re.match(r"[\d.]+ .?FLOP that RL takes: steps over about [\d.]+ .?tokens\n\n", others)
+    assert "\n\nSupervised training\n  start: 2 processes in bf16, each with up to" in others
+    assert "\n  SFT: 2 processes in bf16" in others and not gpus.started
 
 
-def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
+def test_wrong_arguments_are_told_before_anything_runs(world, means, model, tmp_path):
     for others, error, said in (
         ({"arm": [["RL", "lr=1"]]}, UserError, "--arm RL: give another name"),
         ({"arm": [["a/b"]]}, UserError, "--arm a/b: give another name"),
@@ -445,5 +466,5 @@ def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
         ({"seeds": 0}, UserError, "--seeds and --points must be at least 1"),
     ):
         with pytest.raises(error, match=said):
-            run(given(tmp_path, **others), model)
+            run(given(tmp_path, **others), model, means)
     assert not world and not (tmp_path / "run").exists()

@@ -13,8 +13,7 @@ import pytest
 from ttrl.errors import RunFolderError, ServerStartError, StorageError
 from ttrl.run_folder.config_changes import history
 from ttrl.run_folder.folder import RunFolder
-from ttrl.system import files
-from ttrl.system.files import read_jsonl
+from ttrl.system.files import atomic_folder, read_jsonl
 from ttrl.system.mirror_store import MirrorStore
 
 LOGS = {"train.jsonl", "trainer_logprobs.safetensors"}
@@ -163,25 +162,27 @@ def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatc
     assert problems == []
 
 
-def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch):
+def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world):
     """The system refuses to write a checkpoint's bytes: what is needed, what is free, and nothing
     that was finished is lost.
     """
     world.writes_reports = True
-    with monkeypatch.context() as patch:
-        original = files.fsync_tree
+    write_files = world.fake_files
 
-        def full(root):
-            if "checkpoint" in root.name and "0002" in str(root):
+    def full(output, number):
+        if number == 2:
+            with atomic_folder(output / "checkpoint") as temporary:
+                (temporary / "config.json").write_text("{}")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            original(root)
+        write_files(output, number)
 
-        patch.setattr(files, "fsync_tree", full)
-        with pytest.raises(
-            StorageError,
-            match=r"iterations/0002/checkpoint: No space left .* free there\); make room",
-        ):
-            world.train(**RUN)
+    world.fake_files = full
+    with pytest.raises(
+        StorageError,
+        match=r"iterations/0002/checkpoint: No space left .* free there\); make room",
+    ):
+        world.train(**RUN)
+    world.fake_files = write_files
     assert not list(world.run.rglob(".partial-*"))
     world.events.clear()
     world.requests.clear()
@@ -193,14 +194,22 @@ def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch)
     assert 2 in {version for version, _ in world.requests}
 
 
-def test_a_run_that_cannot_fit_is_not_begun(world, monkeypatch):
-    usage = shutil.disk_usage(world.folder)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
+@pytest.fixture
+def enormous(world):
+    """A model whose checkpoints fit on no disk, by its config."""
+    folder = shutil.copytree(world.model, world.folder / "enormous")
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] = 10**15
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_run_that_cannot_fit_is_not_begun(world, enormous):
     with pytest.raises(
         StorageError,
-        match=r"the next 2 iterations need [\d.]+ kB .*, but 20 kB are free there; make room",
+        match=r"the next 2 iterations need [\d,.]+ EB .*, but [\d.]+ .B are free there; make room",
     ):
-        world.train(**RUN)
+        world.train(**RUN, model=enormous)
     assert world.events == []
 
 
@@ -241,15 +250,12 @@ def test_a_changed_setting_is_taken_where_it_is_allowed(world):
     assert line.changes == {"iterations": [2, 3], "training.lr": ["not set", 0.5]}
 
 
-def test_a_start_that_was_refused_binds_nobody(world, monkeypatch):
+def test_a_start_that_was_refused_binds_nobody(world, enormous):
     """The advice of the refusal, other settings, is taken by the same command on the same
     folder.
     """
-    with monkeypatch.context() as patch:
-        usage = shutil.disk_usage(world.folder)
-        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
-        with pytest.raises(StorageError, match="adapters alone"):
-            world.train(iterations=1)
+    with pytest.raises(StorageError, match="adapters alone"):
+        world.train(iterations=1, model=enormous)
     world.train(iterations=1, training={"lora_rank": 2}, seed=3)
     assert RunFolder(world.run).config()["seed"] == 3
     with pytest.raises(RunFolderError, match=r"(?s)- seed: 3.*\+ seed: 4"):

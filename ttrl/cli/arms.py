@@ -21,7 +21,7 @@ import argparse
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -91,6 +91,19 @@ class HeldOut:
     how: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Means:
+    """Name what trains and asks the arms, and on which hardware."""
+
+    train: Callable[..., Any] = train
+    tune: Callable[..., Path] = tune
+    evaluate: Callable[..., Any] = evaluate
+    hardware: Callable[[TrainConfig], Hardware] = Hardware.of
+
+
+_HERE = Means()
+
+
 def arm_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run_arms`."""
     parser.add_argument("--seeds", type=int, default=5, help="how many, from --seed on (5)")
@@ -120,6 +133,7 @@ def run_arms(
     start: Supervised,
     sft: Supervised,
     sets: Sets,
+    means: Means = _HERE,
 ) -> str:
     """Train all arms with all seeds and compare them; return the comparison. With --check, only
     check; with --plan, plan RL, and SFT with it.
@@ -155,7 +169,7 @@ def run_arms(
         if arguments.plan is None or arguments.plan.json:
             return said
         return f"{said}\n\nThis is the arm {RL}; with --probe, the plan has the others, too."
-    planned = _planned(arguments, named, start, sft)
+    planned = _planned(arguments, named, start, sft, means)
     if arguments.plan:
         said = run_recipe(arguments, config, tasks, held_out, "")
         return f"{said}{_sft_plan(Path(config.run))}\n\n{planned}"
@@ -164,7 +178,7 @@ def run_arms(
     if sets:
         checked_sets(EvalConfig(model=config.model, tasks=sets, n=arguments.sets_n, pbar=False))
     with Console().interruptible(f"the same command continues {arguments.run}"):
-        return _run_arms(arguments, named, tasks, held_out, start, sft, sets)
+        return _run_arms(arguments, named, tasks, held_out, start, sft, sets, means)
 
 
 def _run_arms(
@@ -175,32 +189,33 @@ def _run_arms(
     start: Supervised,
     sft: Supervised,
     sets: Sets,
+    means: Means,
 ) -> str:
     run = Path(arguments.run)
     config = named[RL]
-    hardware = Hardware.of(config)
+    hardware = means.hardware(config)
     how = _how(_served(config, hardware))
     asked = HeldOut(held_out, config.validation_metric, how)
     of_start = dataclasses.replace(asked, metric=start.metric)
-    model = _start(run / "start", config, start, of_start, hardware)
+    model = _start(run / "start", config, start, of_start, hardware, means)
     sampled = {"n": arguments.sets_n, "max_tokens": config.max_tokens}
     served = ("dtype", "max_model_len", "server_args", "chat_template")
     sampled |= {name: how[name] for name in served}
-    _ask_sets(model, sets, sampled, run / "start" / "sets.json")
+    _ask_sets(model, sets, sampled, run / "start" / "sets.json", means)
     write_jsonl(run / "examples.jsonl", [dict(one) for one in sft.examples])
     folders: list[tuple[str, Path]] = []
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         for name, settings in named.items():
             folder = run / f"{name}-{seed}"
             own = dataclasses.replace(settings, run=str(folder), seed=seed, model=str(model))
-            result = train(own, tasks=tasks, validation_tasks=held_out)
-            _ask_sets(result.checkpoint, sets, sampled, folder / "sets.json")
+            result = means.train(own, tasks=tasks, validation_tasks=held_out)
+            _ask_sets(result.checkpoint, sets, sampled, folder / "sets.json", means)
             folders.append((name, folder))
             if name == RL:
                 folders.append((SFT, run / f"{SFT}-{seed}"))
-                given = (sft, asked, arguments.points, settings, hardware)
+                given = (sft, asked, arguments.points, settings, hardware, means)
                 checkpoint = _same_flops(folder, folders[-1][1], *given)
-                _ask_sets(checkpoint, sets, sampled, folders[-1][1] / "sets.json")
+                _ask_sets(checkpoint, sets, sampled, folders[-1][1] / "sets.json", means)
         compared = _compared(folders, sets)
         page = compared.write_html(run / "compare.html")
     return f"{compared.table()}\n{page}"
@@ -228,6 +243,7 @@ def supervised_first(
     tasks: Sequence[Task],
     held_out: Sequence[Task],
     start: Supervised,
+    means: Means = _HERE,
 ) -> TrainConfig:
     """Return the run's config with the model from supervised training in RUN/start.
 
@@ -242,16 +258,16 @@ def supervised_first(
         checked(own, tasks, held_out, model=not arguments.check, problems=problems + wrong)
     if arguments.check or problems:
         return config
-    planned = _planned(arguments, {RL: own}, start, None)
+    planned = _planned(arguments, {RL: own}, start, None, means)
     if arguments.plan:
         print(f"{planned}\n")
         return config
     _check(planned)
-    hardware = Hardware.of(own)
+    hardware = means.hardware(own)
     asked = HeldOut(held_out, start.metric, _how(_served(own, hardware)))
     run = Path(arguments.run)
     with Console().interruptible(f"the same command continues {run}"):
-        model = _start(run / "start", own, start, asked, hardware)
+        model = _start(run / "start", own, start, asked, hardware, means)
     return dataclasses.replace(config, model=str(model))
 
 
@@ -260,11 +276,12 @@ def _planned(
     named: Mapping[str, TrainConfig],
     start: Supervised,
     sft: Supervised | None,
+    means: Means,
 ) -> ArmsPlan:
     """Plan the arms of the first seed; arms already begun keep their settings."""
     run = Path(arguments.run)
     config = named[RL]
-    hardware = Hardware.of(config)
+    hardware = means.hardware(config)
     model = shape_of(config)
     runs = {}
     for name, settings in named.items():
@@ -308,6 +325,7 @@ def _start(
     start: Supervised,
     asked: HeldOut,
     hardware: Hardware,
+    means: Means,
 ) -> Path:
     """Train the model for a run's start, unless it is good enough as it is; return its folder."""
     from ttrl.loop.train import local_model  # loads PyTorch
@@ -329,6 +347,7 @@ def _start(
         marks=start.marks,
         stop_at=start.stop_at,
         processes=fitted.processes,
+        means=means,
     )
 
 
@@ -340,6 +359,7 @@ def _same_flops(
     points: int,
     config: TrainConfig,
     hardware: Hardware,
+    means: Means,
 ) -> Path:
     """Train on as many FLOPs as the run `rl` took, from the same starting model; return the
     checkpoint. config: the run's as it was given.
@@ -360,6 +380,7 @@ def _same_flops(
         marks=[value for place in chosen if (value := flops[place]) is not None],
         before=RunFolder(rl).iteration(0),
         processes=fitted.processes,
+        means=means,
     )
 
 
@@ -373,6 +394,7 @@ def supervised_run(
     stop_at: float | None = None,
     before: IterationFolder | None = None,
     processes: int = 1,
+    means: Means = _HERE,
 ) -> Path:
     """Train up to each mark, counted from the start, and ask the held-out tasks there and before
     the start; end once their metric reaches `stop_at`. The same call continues after an
@@ -403,8 +425,9 @@ def supervised_run(
                 if place:
                     left = mark - sum(_spent(row.train, by) for row in rows.values())
                     piece = {**settings, by: round(left) if by == "steps" else left}
-                    _train_on(folder, place, piece, processes)
-                rows[place] = _finish(folder, place, checkpoint, asked, before, rows.get(place - 1))
+                    _train_on(folder, place, piece, processes, means)
+                last = rows.get(place - 1)
+                rows[place] = _finish(folder, place, checkpoint, asked, before, last, means)
             if place:
                 checkpoint = folder.checkpoint(place)
             row = rows[place]
@@ -435,6 +458,7 @@ def _train_on(
     place: int,
     settings: Mapping[str, Any],
     processes: int,
+    means: Means,
 ) -> None:
     """Train the next piece, from model and state of the one before."""
     iteration = folder.iteration(place)
@@ -445,7 +469,7 @@ def _train_on(
     if state is not None:
         config |= {"model": str(folder.checkpoint(place - 1)), "state": str(state)}
     began = clock()
-    tune(
+    means.tune(
         config,
         iteration.path / "sft.yaml",
         recipe=SFT_RECIPE,
@@ -467,6 +491,7 @@ def _finish(
     asked: HeldOut,
     before: IterationFolder | None,
     row_before: MetricsRow | None,
+    means: Means,
 ) -> MetricsRow:
     """Ask the held-out tasks; write and return the line of metrics.jsonl."""
     iteration = folder.iteration(place)
@@ -486,7 +511,8 @@ def _finish(
                 intervals=known.intervals,
             )
         else:
-            facts = _ask(folder.checkpoint(place) if place else checkpoint, asked, path)
+            policy = folder.checkpoint(place) if place else checkpoint
+            facts = _ask(policy, asked, path, means)
         iteration.mark(facts, [path.name])
     row = metrics_row(iteration)
     total = row.flops.total or 0.0
@@ -501,10 +527,10 @@ def _finish(
     return row
 
 
-def _ask(checkpoint: Path, asked: HeldOut, path: Path) -> ValidateFacts:
+def _ask(checkpoint: Path, asked: HeldOut, path: Path, means: Means) -> ValidateFacts:
     """Ask a policy the held-out tasks; return the facts for the marker, as a run does."""
     began = clock()
-    found = evaluate(
+    found = means.evaluate(
         str(checkpoint), {"held-out": asked.tasks}, samples_file=path, pbar=False, **asked.how
     )["held-out"]
     stats = RolloutStats(
@@ -528,10 +554,12 @@ def _ask(checkpoint: Path, asked: HeldOut, path: Path) -> ValidateFacts:
     return ValidateFacts(seconds=clock() - began, stats=stats, sampling=how, intervals=spans)
 
 
-def _ask_sets(checkpoint: Path, sets: Sets, how: Mapping[str, Any], path: Path) -> None:
+def _ask_sets(
+    checkpoint: Path, sets: Sets, how: Mapping[str, Any], path: Path, means: Means
+) -> None:
     """Ask a policy the further held-out sets, once."""
     if sets and not (path.exists() and read_result(path)["complete"]):
-        evaluate(str(checkpoint), sets, output=path, pbar=False, **how)
+        means.evaluate(str(checkpoint), sets, output=path, pbar=False, **how)
 
 
 def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:

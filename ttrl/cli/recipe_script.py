@@ -64,11 +64,13 @@ def script_arguments(
     data: str | None = None,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     options: Callable[[argparse.ArgumentParser], None] | None = None,
+    argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
     """Read the command line of a recipe: run folder, seed, iterations, any other setting; with
     `model`, also a model ("" if the recipe makes its own); with `data`, also data ("" for data
     without a default); with `presets`, settings of an experiment by its name, overridden one by one
-    by --set; `options` adds more. Raises ConfigError if --set contradicts another option.
+    by --set; `options` adds more. argv: its arguments, if not those of this process.
+    Raises ConfigError if --set contradicts another option.
 
     `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
     """
@@ -132,7 +134,7 @@ def script_arguments(
     parser.add_argument("--plan", **reading, metavar="", help=how)
     if options is not None:
         options(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     problems = _contradictions(arguments, parser)
     if problems:
         raise ConfigError("arguments", problems)

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 from ttrl.errors import ConfigError, UserError
@@ -43,10 +44,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=run_train)
 
 
-def run_train(arguments: argparse.Namespace) -> int:
-    """Train by a file of settings, or become the script."""
+def run_train(arguments: argparse.Namespace, train: Callable[..., object] | None = None) -> int:
+    """Train by a file of settings, or become the script. train: default `ttrl.train`."""
     if arguments.what.endswith((".yaml", ".yml")):
-        return _train_by_settings(Path(arguments.what), arguments.options)
+        return _train_by_settings(Path(arguments.what), arguments.options, train)
     script = script_named(arguments.what)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(script), *arguments.options])
@@ -87,7 +88,7 @@ def script_named(what: str) -> Path:
     return known[name]
 
 
-def _train_by_settings(file: Path, options: list[str]) -> int:
+def _train_by_settings(file: Path, options: list[str], train: Callable[..., object] | None) -> int:
     parser = argparse.ArgumentParser(prog=f"ttrl train {file}")
     others = "settings to use instead of the file's: model=FOLDER iterations=100 lora_rank=16"
     parser.add_argument(
@@ -98,15 +99,15 @@ def _train_by_settings(file: Path, options: list[str]) -> int:
     )
     given = parser.parse_args(options)
     from ttrl.cli.settings import read_run
+    from ttrl.loop import start
     from ttrl.loop.checks import checked
-    from ttrl.loop.start import train
 
     config, tasks, validation_tasks, problems = read_run(file, given.set)
     if given.check or problems:
         checked(config, tasks, validation_tasks, problems=problems)
         print(f"{len(tasks)} tasks, {len(validation_tasks)} held out; the settings are right")
         return 0
-    train(config, tasks, validation_tasks)
+    (train or start.train)(config, tasks, validation_tasks)
     return 0
 
 
