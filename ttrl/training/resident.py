@@ -103,10 +103,15 @@ class Residence:
     """
 
     def __init__(
-        self, here: Ranks, handed_over: Callable[[dict[str, Any]], None] = lambda facts: None
+        self,
+        here: Ranks,
+        handed_over: Callable[[dict[str, Any]], None] = lambda facts: None,
+        parks: bool | None = None,
     ) -> None:
         """Make an empty one. `handed_over` is called with the message for servers, before
-        checkpoint and state are written."""
+        checkpoint and state are written. parks: whether to move what waits into a block of the
+        CPU's memory; default: if it does not live on the CPU anyway."""
+        self._parks = parks
         self._here = here
         self._tell = handed_over
         self._kept: tuple[Trained, dict[str, Any], Files | int] | None = None
@@ -136,7 +141,7 @@ class Residence:
             assert kept is not None
             trained = kept[0]
             if is_parked and computes:
-                unpark(trained, self._here.device)
+                self._unpark(trained)
             else:
                 self._is_parked = is_parked
         elif config.kept is not None:
@@ -235,8 +240,18 @@ class Residence:
         self._kept = trained, _settings(config), what
 
     def _park(self, trained: Trained) -> None:
-        park(trained)
+        if self._leaves_device(trained):
+            park(trained)
         self._is_parked = True
+
+    def _unpark(self, trained: Trained) -> None:
+        if self._leaves_device(trained):
+            unpark(trained, self._here.device)
+
+    def _leaves_device(self, trained: Trained) -> bool:
+        if self._parks is None:
+            return not trained.stepper.lives_on_cpu
+        return self._parks
 
     def _agreed(self, mine: bool) -> bool:
         """Return the first rank's answer: a file in transit looks different on another host."""
@@ -290,8 +305,6 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
 def park(trained: Trained) -> None:
     """Move everything into the CPU's memory, except permanent device tensors. A collective. Raises
     StorageError if there is too little memory; nothing has moved then."""
-    if trained.stepper.lives_on_cpu:
-        return
     memory = trained.policy.host_memory
     found = _places(trained)
     assert memory is not None
@@ -306,8 +319,6 @@ def park(trained: Trained) -> None:
 @torch.no_grad()
 def unpark(trained: Trained, device: torch.device) -> None:
     """Move parked tensors back to the device."""
-    if trained.stepper.lives_on_cpu:
-        return
     for owner, name in _places(trained):
         setattr(owner, name, getattr(owner, name).to(device, non_blocking=True, copy=True))
     reset_shards(trained.policy)
@@ -341,7 +352,10 @@ def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: 
 
 
 def _serve(
-    train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOConfig, here: Ranks
+    train: Callable[[GRPOConfig, Ranks, Residence], None],
+    start: GRPOConfig,
+    here: Ranks,
+    make: Callable[[Ranks, Callable[[dict[str, Any]], None]], Residence] = Residence,
 ) -> None:
     assert start.follow is not None
     folder = RequestFolder(start.follow)
@@ -351,7 +365,7 @@ def _serve(
         if here.is_first:
             folder.put_handover(number, handover)
 
-    residence = Residence(here, tell)
+    residence = make(here, tell)
     residence.prepare(start)
     _give_back_memory()
     logger.info("waiting for configs in %s", folder.path)
