@@ -222,8 +222,8 @@ def test_packages_come_with_a_part_and_smollm2_with_two(packed, tmp_path, monkey
         check=True,
     )
     assert said.stdout == "5\n"
-    monkeypatch.setattr(day, "TREE", tmp_path)  # unpacked, without its history
-    assert day.about_machine(one.facts())["commit"] == "c0ffee"
+    # Unpacked, without its history.
+    assert day.about_machine(one.facts(), tmp_path)["commit"] == "c0ffee"
 
 
 def test_a_step_whose_files_have_not_arrived_waits(packed, tmp_path, capsys):

@@ -151,7 +151,9 @@ def test_damage_is_named(state_format, model_folder, packed, tmp_path):
 
 
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
-def test_a_state_is_replaced_as_a_whole_or_not_at_all(state_format, model_folder, packed, tmp_path):
+def test_a_state_is_replaced_as_a_whole_or_not_at_all(
+    state_format, model_folder, packed, tmp_path, files_of_at_most
+):
     policy, optimizer = trained(model_folder(), packed, 1)
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE, "whole")
     before = digest(tmp_path / "state" / "optimizer.safetensors")
