@@ -124,7 +124,24 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
         return types.SimpleNamespace(run=run, report="report.html", checkpoint="checkpoint")
 
     monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
-    monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
+    return seen
+
+
+Checked = list[tuple[TrainConfig, list[Task]]]
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> Checked:
+    """Record what recipes check; with --check they do no more."""
+    seen: Checked = []
+
+    def checked(
+        config: TrainConfig, tasks: list[Task], *others: object, problems: list[str], **more: object
+    ) -> None:
+        assert not problems
+        seen.append((config, tasks))
+
+    monkeypatch.setattr("ttrl.cli.recipe_script.checked", checked)
     return seen
 
 
@@ -173,7 +190,7 @@ def test_tasks_and_settings(
 
 @pytest.mark.parametrize("name", SOME)
 def test_it_fits_the_machine_that_it_names(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: Checked
 ) -> None:
     """By what is chosen for its GPUs; without any, its model is a tiny one.
 
@@ -192,13 +209,8 @@ def test_it_fits_the_machine_that_it_names(
             pytest.importorskip("chess")
         DATA[name](tmp_path)
         arguments += ["--data", str(tmp_path)]
-    seen: list[tuple[TrainConfig, list[Task]]] = []
-    monkeypatch.setattr(
-        "ttrl.cli.recipe_script.run_recipe",
-        lambda arguments, config, tasks, *_: seen.append((config, tasks)),
-    )
     run(name, monkeypatch, *arguments)
-    ((config, tasks),) = seen
+    ((config, tasks),) = looked_at
     assert name in DATA or len(tasks) >= config.tasks_per_iteration  # --check refuses fewer
     model = config.model.removeprefix("Qwen/").removesuffix("-Instruct").lower().replace("-", "_")
     made = choose(MODELS[model], config, [1e9 * int(said[2])] * numbers[said[1]])
@@ -641,6 +653,7 @@ def test_logs_by_their_names(
     style: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    looked_at: Checked,
 ) -> None:
     """What REQUIREMENTS.md says of them, and none of it is refused; a setting of its own prevails.
 
@@ -648,15 +661,6 @@ def test_logs_by_their_names(
     """
     if name == "chess_moves":
         pytest.importorskip("chess")
-    seen: list[tuple[TrainConfig, list[Task]]] = []
-
-    def checked(
-        config: TrainConfig, tasks: list[Task], *others: object, problems: list[str], **more: object
-    ) -> None:
-        assert not problems
-        seen.append((config, tasks))
-
-    monkeypatch.setattr("ttrl.cli.recipe_script.checked", checked)
     DATA[name](tmp_path)
     arguments = [
         "--check",
@@ -669,7 +673,7 @@ def test_logs_by_their_names(
     ]
     run(name, monkeypatch, *arguments)
     run(name, monkeypatch, *arguments, "--set", "lr=1e-4")
-    (config, tasks), (changed, _) = seen
+    (config, tasks), (changed, _) = looked_at
     values = {**config.recipe_settings, **config.to_dict()}
     assert {key: values[key] for key in settings} == settings and config.problems() == []
     assert tasks[0].grader.style == style and changed.recipe_settings["lr"] == 1e-4

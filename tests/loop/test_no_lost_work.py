@@ -9,6 +9,7 @@ import shutil
 from uuid import uuid4
 
 import pytest
+from support.world import Disk, PowerCut
 
 from ttrl.errors import RunFolderError, ServerStartError, StorageError
 from ttrl.run_folder.config_changes import history
@@ -18,32 +19,6 @@ from ttrl.system.mirror_store import MirrorStore
 
 LOGS = {"train.jsonl", "trainer_logprobs.safetensors"}
 RUN = {"iterations": 2, "tasks_per_iteration": 2}
-
-
-class PowerCut(BaseException):
-    pass
-
-
-class Disk:
-    """Counts what changes names on the disk; from the n-th time on, nothing changes any more, not
-    in anybody's clean-up.
-    """
-
-    NAMES = ("replace", "mkdir", "unlink", "rmdir", "fsync", "ftruncate")
-
-    def __init__(self, patch, last):
-        self.count, self.last = 0, last
-        for name in self.NAMES:
-            patch.setattr(os, name, self.counted(getattr(os, name)))
-
-    def counted(self, original):
-        def change(*arguments, **options):
-            self.count += 1
-            if self.last is not None and self.count > self.last:
-                raise PowerCut
-            return original(*arguments, **options)
-
-        return change
 
 
 def state_of(world):

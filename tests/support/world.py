@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 from transformers import AutoTokenizer
 
 from ttrl import Task, TrainConfig
@@ -202,6 +204,36 @@ class FakeServer:
 
     rest = stop
     model_name = "policy"
+
+
+class PowerCut(BaseException):
+    """Nothing reaches the disk any more."""
+
+
+class Disk:
+    """Counts what changes names on the disk; from the n-th time on, nothing changes any more, not
+    in anybody's clean-up.
+    """
+
+    NAMES = ("replace", "mkdir", "unlink", "rmdir", "fsync", "ftruncate")
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, last: int | None, names: Sequence[str] = NAMES
+    ) -> None:
+        self.count, self._last = 0, last
+        self._lock = threading.Lock()
+        for name in names:
+            patch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*arguments: Any, **options: Any) -> Any:
+            with self._lock:
+                self.count += 1
+                if self._last is not None and self.count > self._last:
+                    raise PowerCut
+            return original(*arguments, **options)
+
+        return change
 
 
 class World:
