@@ -396,8 +396,8 @@ class World:
         kept = Counter[str]()
         for path in self.run.glob("iterations/*/rollouts*.jsonl"):
             for row in read_jsonl(path):
-                samples = row.get("samples", [row])
-                kept[samples[0]["messages"][-1]["content"]] += len(samples)
+                group = row.get("samples", [row])
+                kept[group[0]["messages"][-1]["content"]] += len(group)
         return all(kept[prompt] >= count for prompt, count in samples.items())
 
     def fake_tune(self, config: dict[str, Any], config_path: Path, **_: Any) -> Path:
