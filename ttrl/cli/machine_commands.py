@@ -57,7 +57,9 @@ def run_doctor(
         return 0
     if certify is None:
         # Here: its imports may be missing, as doctor finds.
-        from ttrl.cli.certify import certify
+        from ttrl.cli import certify as certificate
+
+        certify = certificate.certify
     if certify(arguments.out, say):
         return 0
     return 1

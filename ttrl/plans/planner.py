@@ -133,6 +133,7 @@ def make_plan(
         machine = gpu_named(gpu)
     choices = Choices(config)
     if not recipe_only:  # `tune run` chooses nothing
+        host: float | None
         if machine is None:
             gpus, host = gpus_here(), host_here()
         else:
