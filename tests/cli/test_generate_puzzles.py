@@ -94,5 +94,5 @@ generate("zebra-grid", 3, Path("x.jsonl"), processes=2, pbar=False)
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "UserError" in ended.stderr and "pip install 'ttrl[tasks]'" in ended.stderr
+    assert "python-sat: pip install 'ttrl[tasks]'" in ended.stderr
     assert list(tmp_path.iterdir()) == []
