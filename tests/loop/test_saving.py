@@ -25,12 +25,9 @@ class HeldOut(int):
         return {"embeddings": f"of {int(self)}", "head": f"of {int(self)}{self.bits}"}
 
 
-@pytest.fixture
-def beside(world):
-    """The world's trainer hands over at once, and writes when it is waited for, if at all:
-    `beside.fail[N]` is what happens then, once; `beside.dies[N]`, when it is asked for an
-    iteration; after `beside.lost[N]` looks it is gone; `beside.bits[N]` changes the bits of a
-    tensor. It holds what it trained last, as the real one.
+def trainer_that_hands_over(world):
+    """A trainer that hands over at once, and writes when it is waited for, if at all. It holds what
+    it trained last, as the real one.
     """
 
     class HandsOver(world.trainer()):
@@ -86,9 +83,19 @@ def beside(world):
 
         is_lost = False
 
-    HandsOver.fail, HandsOver.dies, HandsOver.lost, HandsOver.bits = {}, {}, {}, {}
-    world.trainer_class = HandsOver
     return HandsOver
+
+
+@pytest.fixture
+def beside(world):
+    """The world's trainer hands over: `beside.fail[N]` is what happens when it is waited for, once;
+    `beside.dies[N]`, when it is asked for an iteration; after `beside.lost[N]` looks it is gone;
+    `beside.bits[N]` changes the bits of a tensor.
+    """
+    made = trainer_that_hands_over(world)
+    made.fail, made.dies, made.lost, made.bits = {}, {}, {}, {}
+    world.trainer_class = made
+    return made
 
 
 def computed(world):
