@@ -34,7 +34,8 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import RunFolderError, StorageError, TtrlError
-from ttrl.records import ADAPTER_FOLDER
+from ttrl.facts import SamplerTrainer
+from ttrl.records import ADAPTER_FOLDER, Canary, Handover
 from ttrl.system.files import again
 from ttrl.system.request_folder import RequestFolder
 from ttrl.training.checkpoints import hand_over
@@ -105,7 +106,7 @@ class Residence:
     def __init__(
         self,
         here: Ranks,
-        handed_over: Callable[[dict[str, Any]], None] = lambda facts: None,
+        handed_over: Callable[[Handover], None] = lambda handover: None,
         parks: bool | None = None,
     ) -> None:
         """Make an empty one. `handed_over` is called with the message for servers, before
@@ -114,13 +115,13 @@ class Residence:
         self._parks = parks
         self._here = here
         self._tell = handed_over
-        self._kept: tuple[Trained, dict[str, Any], Files | int] | None = None
+        self._kept: tuple[Trained, dict[str, object], Files | int] | None = None
         """The trained objects, their settings, and their files; or their iteration, if no files
         were written.
         """
         self._memory = WeightMemory(here)
         self._is_parked = False
-        self.canary: dict[str, Any] | None = None
+        self.canary: Canary | None = None
         """The canary of the last transfer."""
 
     def enter(self, config: GRPOConfig, computes: bool = True) -> Trained:
@@ -185,8 +186,8 @@ class Residence:
         self,
         config: GRPOConfig,
         trained: Trained,
-        canary: dict[str, Any],
-        compared: dict[str, Any] | None = None,
+        canary: Canary,
+        compared: SamplerTrainer | None = None,
     ) -> bool:
         """Transfer the policy to servers, if `config` says so, before anything is written; return
         whether it is there. Servers sharing the device may use it from then on: everything here is
@@ -199,7 +200,7 @@ class Residence:
         if not config.hand_over:
             return False
         try:
-            facts = hand_over(self._memory, trained.policy, config.model, config.checkpoint_dtype)
+            parts = hand_over(self._memory, trained.policy, config.model, config.checkpoint_dtype)
             if config.free_memory:
                 self._park(trained)
         except StorageError as error:
@@ -208,7 +209,7 @@ class Residence:
             return False
         self.canary = canary
         self._here.barrier()  # the others have left it, too
-        self._tell(facts | {"canary": canary, "compared": compared})
+        self._tell(Handover(self._memory.path, parts, canary, compared=compared))
         return True
 
     def prepare(self, config: GRPOConfig) -> None:
@@ -259,7 +260,7 @@ class Residence:
         return bool(answers[0])
 
 
-def _settings(config: GRPOConfig) -> dict[str, Any]:
+def _settings(config: GRPOConfig) -> dict[str, object]:
     return {
         name: value
         for name, value in dataclasses.asdict(config).items()
@@ -355,13 +356,13 @@ def _serve(
     train: Callable[[GRPOConfig, Ranks, Residence], None],
     start: GRPOConfig,
     here: Ranks,
-    make: Callable[[Ranks, Callable[[dict[str, Any]], None]], Residence] = Residence,
+    make: Callable[[Ranks, Callable[[Handover], None]], Residence] = Residence,
 ) -> None:
     assert start.follow is not None
     folder = RequestFolder(start.follow)
     number = 0
 
-    def tell(handover: dict[str, Any]) -> None:
+    def tell(handover: Handover) -> None:
         if here.is_first:
             folder.put_handover(number, handover)
 
