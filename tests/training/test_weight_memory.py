@@ -118,7 +118,7 @@ def test_without_memory_for_it(files_of_at_most):
     memory = WeightMemory(dataclasses.replace(HERE, memory=lambda: (1e9, free[0])))
     held = [Held("a", (torch.ones(3),))]
     refused = r"no 0\.0 GiB of memory for them: "
-    with pytest.raises(StorageError, match=refused + "so much is not"):
+    with pytest.raises(StorageError, match=refused + "not enough"):
         memory.write(held, torch.float32)
     free[0] = 1e9
     with files_of_at_most(10), pytest.raises(StorageError, match=refused + "File too large"):

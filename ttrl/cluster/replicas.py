@@ -86,7 +86,7 @@ class Replica:
                 self._problem = None
                 self._keep_serving(self._server)
             except Exception as error:
-                logger.exception("the server is started again in %.0f s", self._pause)
+                logger.exception("the server restarts in %.0f s", self._pause)
                 self._url, self._problem = None, as_words(error)
             self._server.stop()
             time.sleep(self._pause)
@@ -134,8 +134,7 @@ class Link:
         while (url := self._ask()) is None:
             if time.monotonic() >= deadline:
                 raise ServerDiedError(
-                    f"{self.name} is being started on some machine of the cluster, and does not "
-                    "serve yet"
+                    f"{self.name} is starting on a machine of the cluster, and does not serve yet"
                 )
             time.sleep(0.2)
         return url
