@@ -96,7 +96,7 @@ def take_steps(
     """Take the optimizer steps of an iteration, a line in the log for each; return how many. A
     collective.
     """
-    policy, stepper, values = trained
+    policy, stepper, values, rewards = trained
     value_head = None if values is None else values.head
     steps = updates(
         packed,
@@ -111,8 +111,9 @@ def take_steps(
     )
     profiler = Profiler(config.output_dir, config.profile_steps, here)
 
+    first_step = stepper.global_step
     prepass = Prepass(
-        policy, packed, steps, objective, config, here, stepper.global_step, value_head
+        policy, packed, steps, objective, config, here, first_step, value_head, rewards
     )
     with watch.part("prepass"):
         prepass.run()
@@ -147,6 +148,7 @@ def take_steps(
         row = (
             {"global_step": stepper.global_step, "iteration": config.iteration}
             | step_metrics(result, step)
+            | prepass.reward_facts[number]
             | taken
         )
         if result.pieces is not None:

@@ -188,8 +188,10 @@ def test_accumulation_and_ranks_change_nothing_but_rounding(
             "off_policy": "token",
         },
         {"objective": "gspo", "kl_coefficient": 0.1, "kl_estimator": "full"},
+        {"token_rewards": "implicit", "implicit_lr": 1e-2},
+        {"token_rewards": "implicit", "implicit_lr": 1e-2, "tensor_parallel": 2},
     ],
-    ids=["chosen tokens", "token rewards", "whole vocabulary"],
+    ids=["chosen tokens", "token rewards", "whole vocabulary", "reward model", "divided layers"],
 )
 def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(
     run, settings, inputs, baseline, tmp_path
@@ -199,8 +201,9 @@ def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(
         "model": str(baseline / "checkpoint"),
         "reference_model": str(inputs / "model"),
     }
-    for processes, name in ((1, "one"), (2, "two")):
-        run(tmp_path / name, inputs, processes=processes, rows_per_microbatch=processes, **settings)
+    undivided = settings | {"tensor_parallel": 1}
+    run(tmp_path / "one", inputs, processes=1, rows_per_microbatch=1, **undivided)
+    run(tmp_path / "two", inputs, processes=2, rows_per_microbatch=2, **settings)
     expected, found = (read_jsonl(tmp_path / name / "train.jsonl")[-1] for name in ("one", "two"))
     assert found.keys() == expected.keys()
     compared = {
@@ -213,6 +216,8 @@ def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(
         "ess",
         "kl",
         "chosen_fraction",
+        "reward_model_loss",
+        "reward_model_grad_norm",
     }
     for name in compared & expected.keys():
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
@@ -226,6 +231,14 @@ def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(
         )
         < 1e-4 * scale
     )
+    if settings.get("token_rewards"):
+        models = [
+            load_file(tmp_path / name / "state" / "reward_model" / "optimizer.safetensors")
+            for name in ("one", "two")
+        ]
+        moments = [{k: v for k, v in one.items() if k.endswith("exp_avg")} for one in models]
+        largest = max(float(value.abs().max()) for value in moments[0].values())
+        assert largest_difference(*moments) < 1e-4 * largest
     if settings.get("value_head"):
         heads = [
             load_file(tmp_path / name / "state" / "value_optimizer.safetensors")

@@ -108,7 +108,8 @@ class TrainConfig(Config):
     """End completions that the model itself finds unlikely, such as babble: {"alpha": 0.992,
     "threshold": -3.0}, see `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all end by
     themselves. Completions ended early are graded and trained on as they are. They are streamed,
-    each in a request of its own, at several times the client's CPU time.
+    each in a request of its own, at several times the client's CPU time. With
+    `tokens_per_iteration`, the mean of a continued completion goes on from its earlier tokens.
     """
     off_policy_steps: Literal[0, 1] = 0
     """1: while the trainer works on an iteration, the servers sample the next one with the weights
@@ -460,11 +461,6 @@ class TrainConfig(Config):
                 "without a budget"
             )
         if self.early_stop is not None:
-            if self.tokens_per_iteration is not None:
-                found.append(
-                    "early_stop is given with tokens_per_iteration; completions that a budget "
-                    "cuts off are not streamed"
-                )
             unknown = self.early_stop.keys() - {"alpha", "threshold"}
             found += [
                 f"early_stop: unknown key {name!r}; there are 'alpha' and 'threshold'"

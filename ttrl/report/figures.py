@@ -272,7 +272,7 @@ def time(run: RunData) -> list[Figure]:
             "What was computed: prompts read (less what the prefix cache knew) and tokens "
             "written, held-out samples, forward and "
             "backward pass, what the backward pass computes again, and the passes before it, of "
-            "policy and reference.",
+            "policy, reference and reward model.",
             spent,
         ),
     ]

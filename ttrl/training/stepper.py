@@ -1,5 +1,5 @@
 """Take optimizer steps, or skip them: the optimizers of policy and value head, the run's step
-count, and their state on disk.
+count, and their state on disk, with the reward model's.
 """
 
 import json
@@ -24,6 +24,7 @@ from ttrl.training.optimizer.optimizer import (
     make_optimizer,
     tensors_with_parameters,
 )
+from ttrl.training.optimizer.reward_model import RewardModel
 from ttrl.training.optimizer.state import load_state, save_state
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks
@@ -44,6 +45,7 @@ class Stepper:
         here: Ranks,
         state: str | None = None,
         values: ValueTraining | None = None,
+        rewards: RewardModel | None = None,
     ) -> None:
         self._policy = policy
         self._config = config
@@ -55,6 +57,7 @@ class Stepper:
             self.global_step = 0
         """Optimizer steps of the run so far, taken or skipped."""
         self._values = values
+        self._rewards = rewards
         self._skipped = Skipped(config.max_skipped_steps, _skipped_before(state))
 
     @property
@@ -83,6 +86,8 @@ class Stepper:
         rounded once more.
         """
         self.global_step = load_state(folder, self._policy, self.optimizer)
+        if self._rewards is not None:
+            self._rewards.load(folder)
 
     def begin(self, lr_scale: float = 1.0) -> None:
         """Set the step's learning rate. Call it before the step's first backward pass: some
@@ -136,7 +141,7 @@ class Stepper:
         return facts | {"skipped": why}
 
     def save(self, folder: Path) -> None:
-        """Write the state of policy, value head and skipped steps. A collective."""
+        """Write the state of policy, value head, skipped steps and reward model. A collective."""
 
         def beside(temporary: Path) -> None:
             if self._values is not None:
@@ -154,6 +159,8 @@ class Stepper:
             config.state_format,
             beside,
         )
+        if self._rewards is not None:
+            self._rewards.save(folder)
 
     def _step(self, lr_scale: float) -> dict[str, float]:
         norms: dict[str, float] = {}

@@ -72,13 +72,16 @@ async def ask(
     on_tokens: Callable[[int], None],
     cut: asyncio.Event | None,
     stall_timeout: float,
+    ends: Callable[[Piece], bool] | None = None,
 ) -> Piece:
-    """Make one attempt; streamed only if it may be cut. `body` asks for token ids, one choice.
+    """Make one attempt; streamed only if it may be cut or ended. `body` asks for token ids, one
+    choice.
 
-    stall_timeout: seconds without news in a started stream. Raises RequestError.
+    stall_timeout: seconds without news in a started stream. ends: sees the piece after each token,
+    and tells whether to end it there. Raises RequestError, and the exceptions of `ends`.
     """
     piece = Piece()
-    if cut is None:
+    if cut is None and ends is None:
         _add(piece, await transport.post("/completions", body), transport, on_tokens)
         if piece.finish_reason is None:
             raise RequestError(
@@ -89,12 +92,13 @@ async def ask(
         **body,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "stream_interval": STREAM_INTERVAL,
+        "stream_interval": STREAM_INTERVAL if ends is None else 1,
     }
 
     def take(data: bytes) -> bool:
+        had = len(piece.token_ids)
         _add(piece, data, transport, on_tokens)
-        return False
+        return ends is not None and len(piece.token_ids) > had and ends(piece)
 
     events = await read_events(
         transport, "/completions", streamed, take, piece, stall_timeout=stall_timeout, cut=cut
@@ -106,7 +110,7 @@ async def ask(
 
 def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logprobs: bool) -> Answer:
     """Return a text completion in the form of a chat completion."""
-    entries = [_entry(*pair) for pair in zip(piece.tokens, piece.logprobs, strict=True)]
+    entries = entries_of(piece)
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": piece.text},
@@ -127,6 +131,12 @@ def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logpro
         cached_tokens=piece.cached_tokens,
         completion_tokens=len(piece.token_ids),
     )
+
+
+def entries_of(piece: Piece, first: int = 0) -> list[dict[str, Any]]:
+    """Return the log-probabilities from token `first` on in the form of chat completions."""
+    pairs = zip(piece.tokens[first:], piece.logprobs[first:], strict=True)
+    return [_entry(*pair) for pair in pairs]
 
 
 def _entry(token: str, logprob: float) -> dict[str, Any]:
