@@ -49,6 +49,8 @@ _PLAIN_TEMPLATE = (
     "{%- for message in messages -%}{{- message['content'] -}}"
     "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{%- endfor -%}"
 )
+_OF_LARGE_MACHINES = ("compile", "cpu_offload", "row_length_multiple")
+"""Settings of the trainer without a use for a tiny model."""
 _PROBED = PlanOptions(probe=True)
 _TINY_CONTEXT = 16_384
 _TINY_TASKS = 2
@@ -67,8 +69,9 @@ def script_arguments(
 ) -> argparse.Namespace:
     """Read the command line of a recipe: run folder, seed, iterations, any other setting; with
     `model`, also a model ("" if the recipe makes its own); with `data`, also data ("" for data
-    without a default); with `presets`, settings of an experiment by its name, overridden one by one
-    by --set; `options` adds more. Raises ConfigError if --set contradicts another option.
+    without a default); with `presets`, settings of an experiment by its name, overridden
+    one by one by options and --set; `options` adds more. Raises ConfigError if --set contradicts
+    another option.
 
     `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
     """
@@ -118,7 +121,9 @@ def script_arguments(
         parser.add_argument(
             "--preset",
             choices=presets,
-            help="with the settings of an experiment; see docs/reference/families.md",
+            metavar="NAME",
+            help=f"with the settings of an experiment: {', '.join(presets)}; docs/reference/"
+            "experiments.md and families.md describe them",
         )
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
     parser.add_argument(
@@ -139,9 +144,7 @@ def script_arguments(
     if model is not None:
         _take_model(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
-    arguments.set = [
-        f"{name}={json.dumps(value)}" for name, value in chosen.items()
-    ] + arguments.set
+    _take_preset(arguments, parser, chosen)
     if arguments.cluster is not None:
         arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
     arguments.run = arguments.run.absolute()
@@ -186,6 +189,21 @@ def _contradictions(
     if not found:
         return []
     return [*sorted(found), *misspelled]
+
+
+def _take_preset(
+    arguments: argparse.Namespace, parser: argparse.ArgumentParser, chosen: Mapping[str, Any]
+) -> None:
+    """Take a preset's settings, unless the command line has its own."""
+    others = dict(chosen)
+    for name in (*_ALSO_OPTIONS, "overfit"):
+        if name in others and hasattr(arguments, name):
+            value = others.pop(name)
+            if getattr(arguments, name) == parser.get_default(name):
+                setattr(arguments, name, value)
+    arguments.set = [
+        f"{name}={json.dumps(value)}" for name, value in others.items()
+    ] + arguments.set
 
 
 def _take_model(arguments: argparse.Namespace) -> None:
@@ -310,6 +328,8 @@ def run_recipe(
         )
     config, problems = with_settings(config, getattr(arguments, "set", ()))
     count = getattr(arguments, "overfit", None)
+    if count is not None and getattr(arguments, "tiny", False):
+        count = min(count, len(tasks))
     if count is not None and not 1 <= count <= len(tasks):
         problems.append(
             f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to "
@@ -402,7 +422,12 @@ def _tiny(
         make_tiny_model(
             folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT
         )
-    training = {**config.recipe_settings, "rows_per_microbatch": 1}
+    training = {
+        name: value
+        for name, value in config.recipe_settings.items()
+        if name not in _OF_LARGE_MACHINES
+    }
+    training["rows_per_microbatch"] = 1
     small: dict[str, Any] = {
         "tasks_per_iteration": _TINY_TASKS,
         "samples_per_task": 4,
