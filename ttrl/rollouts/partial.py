@@ -29,8 +29,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample
 from ttrl.rollouts.client.assembly import STOPPED_EARLY, LiveCompletion, OnChunk
@@ -38,9 +36,9 @@ from ttrl.rollouts.client.attempts import CountedAttempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import read_choice
 from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
-from ttrl.rollouts.client.text_stream import Piece, ask, chat_answer, entries_of
+from ttrl.rollouts.client.text_stream import Piece, ask, chat_answer, chat_chunk
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import EXPERTS, Answer, Chunk, ChunkChoice, Delta, encoded
+from ttrl.rollouts.client.wire import EXPERTS, Answer
 
 BRIDGE = 16
 """Tokens in the first request if the kept part ends within a character; after it, stop strings and
@@ -366,10 +364,7 @@ class _Continued:
     def _show(self, piece: Piece, first: int, text: str) -> bool:
         """Show `on_chunk` the piece's tokens from `first` on; return whether it ends here."""
         assert self.live is not None
-        part = ChunkChoice(delta=Delta(content=text), token_ids=piece.token_ids[first:])
-        if self.request.wants_logprobs:
-            part.raw_logprobs = msgspec.Raw(encoded({"content": entries_of(piece, first)}))
-        return self.live.take(Chunk(choices=[part]))
+        return self.live.take(chat_chunk(piece, first, text, self.request.wants_logprobs))
 
     def _body(self, max_tokens: int, *, with_stop: bool) -> dict[str, Any]:
         body = {name: value for name, value in self.parameters.items() if name in _SAME}

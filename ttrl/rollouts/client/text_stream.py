@@ -11,7 +11,16 @@ from ttrl.rollouts.client.attempts import STREAM_INTERVAL
 from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB
 from ttrl.rollouts.client.stream import broken_stream, read_events
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import Answer, Usage, encoded, failure, loads
+from ttrl.rollouts.client.wire import (
+    Answer,
+    Chunk,
+    ChunkChoice,
+    Delta,
+    Usage,
+    encoded,
+    failure,
+    loads,
+)
 
 
 class Piece(msgspec.Struct):
@@ -110,7 +119,7 @@ async def ask(
 
 def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logprobs: bool) -> Answer:
     """Return a text completion in the form of a chat completion."""
-    entries = entries_of(piece)
+    entries = _entries(piece)
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": piece.text},
@@ -133,8 +142,15 @@ def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logpro
     )
 
 
-def entries_of(piece: Piece, first: int = 0) -> list[dict[str, Any]]:
-    """Return the log-probabilities from token `first` on in the form of chat completions."""
+def chat_chunk(piece: Piece, first: int, text: str, logprobs: bool) -> Chunk:
+    """Return the tokens from `first` on, and their text, in the form of a chat stream's chunk."""
+    part = ChunkChoice(delta=Delta(content=text), token_ids=piece.token_ids[first:])
+    if logprobs:
+        part.raw_logprobs = msgspec.Raw(encoded({"content": _entries(piece, first)}))
+    return Chunk(choices=[part])
+
+
+def _entries(piece: Piece, first: int = 0) -> list[dict[str, Any]]:
     pairs = zip(piece.tokens[first:], piece.logprobs[first:], strict=True)
     return [_entry(*pair) for pair in pairs]
 
