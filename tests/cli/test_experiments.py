@@ -59,12 +59,9 @@ def test_what_an_entry_says_is_a_difference(number):
         return
     before = EXPERIMENTS[one.after]
     assert before.number < one.number
-    assert [name for name, value in own.items() if before.settings().get(name) == value] == [
-        name
-        for name in own
-        if name == "seq_len"  # of a machine
-    ]
-    assert (one.model != before.its_model and one.gpus != before.its_gpus) or not one.model
+    same = {name for name, value in own.items() if before.settings().get(name) == value}
+    assert same <= {"beta1"}  # the report gives both together
+    assert one.model != before.its_model and one.gpus in {0, *range(before.its_gpus + 1, 9)}
 
 
 @EACH

@@ -426,6 +426,13 @@ def training(run: RunData) -> list[Figure]:
         *_line(
             run, "KL to the reference model", lambda row: row.train.kl, _kl_of(run), from_zero=True
         ),
+        *_line(
+            run,
+            "Reward model",
+            lambda row: row.train.reward_model_loss,
+            "Cross entropy of the outcomes, in nats per sample; 0.69 is a guess.",
+            from_zero=True,
+        ),
         *_lines(
             run,
             "Sampler against trainer",
