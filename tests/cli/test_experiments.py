@@ -81,10 +81,13 @@ def test_the_table_of_the_docs():
     assert starred == sum(len(one.ours) for one in EXPERIMENTS.values()) > 10
 
 
+@pytest.mark.long(but=["010", "012", "022", "026", "036", "044", "048"])
 @EACH
 def test_a_run_with_its_settings_on_fake_parts(number, world):
     """Sampled in streams where it stops early, graded, packed, and handed to a trainer that takes
     the settings.
+
+    Long for experiments like others that stay: only this runs each of them.
     """
     own = {
         name: value

@@ -144,9 +144,11 @@ def script_arguments(
     if model is not None:
         _take_model(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
-    _take_preset(arguments, parser, chosen)
+    of_preset = _take_preset(arguments, parser, chosen)
     if arguments.cluster is not None:
         arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
+    arguments.own_set = arguments.set
+    arguments.set = of_preset + arguments.own_set
     arguments.run = arguments.run.absolute()
     if arguments.plan is not None and not arguments.plan.probe:
         arguments.check = True  # such a plan needs no model made by the recipe first
@@ -193,17 +195,17 @@ def _contradictions(
 
 def _take_preset(
     arguments: argparse.Namespace, parser: argparse.ArgumentParser, chosen: Mapping[str, Any]
-) -> None:
-    """Take a preset's settings, unless the command line has its own."""
+) -> list[str]:
+    """Take a preset's options, unless the command line has its own; return its settings, as for
+    --set.
+    """
     others = dict(chosen)
     for name in (*_ALSO_OPTIONS, "overfit"):
         if name in others and hasattr(arguments, name):
             value = others.pop(name)
             if getattr(arguments, name) == parser.get_default(name):
                 setattr(arguments, name, value)
-    arguments.set = [
-        f"{name}={json.dumps(value)}" for name, value in others.items()
-    ] + arguments.set
+    return [f"{name}={json.dumps(value)}" for name, value in others.items()]
 
 
 def _take_model(arguments: argparse.Namespace) -> None:
@@ -322,11 +324,12 @@ def run_recipe(
 
     With --check, only check; with --tiny, try the recipe out. Raises the errors of `train`.
     """
+    config, problems = with_settings(config, getattr(arguments, "set", ()))
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(
             config, tasks, validation_tasks, make=not arguments.check
         )
-    config, problems = with_settings(config, getattr(arguments, "set", ()))
+        config, _ = with_settings(config, arguments.own_set)
     count = getattr(arguments, "overfit", None)
     if count is not None and getattr(arguments, "tiny", False):
         count = min(count, len(tasks))
