@@ -12,7 +12,7 @@ The data is a file or folder of puzzles: the published ones, or generated ones:
 Reward: the share of right answers. Settings for eight GPUs with 80 GB; they have not been run.
 """
 
-from ttrl.cli.experiments import presets_of
+from ttrl.configs.experiments import presets_of
 from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 

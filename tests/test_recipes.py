@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ttrl import Task, TrainConfig
-from ttrl.cli.experiments import EXPERIMENTS
+from ttrl.configs.experiments import EXPERIMENTS
 from ttrl.cli.recipe_script import with_plain_template
 from ttrl.errors import ConfigError, UserError
 from ttrl.loop.checks import checked
@@ -344,7 +344,7 @@ def test_an_experiment_of_the_report(
     """It passes its check, tiny too, and is planned on its hardware without the hub.
 
     Long for most: three commands each, and only this runs them. Settings and hardware of all:
-    tests/cli/test_experiments.py.
+    tests/configs/test_experiments.py.
     """
     one = EXPERIMENTS[number]
     arguments = ["--preset", number, "--run", str(tmp_path / "run")]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ttrl.cli.arms import HeldOut, supervised_run
-from ttrl.cli.experiments import EXPERIMENTS
+from ttrl.configs.experiments import EXPERIMENTS
 from ttrl.launch.tune import TrainerProcess
 from ttrl.system.files import read_jsonl, write_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples

@@ -10,8 +10,6 @@ The report's runs differ from these in five ways. Iterations shared half of thei
 next ones. Steps took two rows on each GPU; here `updates_per_iteration` divides an iteration's
 rows. Early stops ended held-out samples, too. Zebra-grid puzzles were those of ZebraLogicBench, and
 here they are generated. Answers to Connections had to have the exact form in 010 to 018.
-
-    python -m ttrl.cli.experiments      # the table of docs/reference/experiments.md
 """
 
 import json
@@ -455,7 +453,3 @@ def _shown(value: Setting) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value)
-
-
-if __name__ == "__main__":
-    print(table(), end="")

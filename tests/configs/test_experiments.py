@@ -10,7 +10,7 @@ import torch
 from support.tiny_models import random_samples
 
 from ttrl import TrainConfig, grpo_recipe
-from ttrl.cli.experiments import EXPERIMENTS, GPU_GB, presets_of, table
+from ttrl.configs.experiments import EXPERIMENTS, GPU_GB, presets_of, table
 from ttrl.cli.settings import with_settings
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
@@ -74,7 +74,7 @@ def test_it_fits_the_hardware_that_it_names(number):
 
 
 def test_the_table_of_the_docs():
-    """Write it by `python -m ttrl.cli.experiments`."""
+    """Write it by `python -c "from ttrl.configs.experiments import table; print(table())"`."""
     text = (ROOT / "docs" / "reference" / "experiments.md").read_text(encoding="utf-8")
     assert table() in text
     starred = table().count("\\*")
