@@ -9,8 +9,8 @@ docs/reference/families.md lists the formats. Reward: the share of groups that a
 The settings are for one GPU with 80 GB; they have not been run.
 """
 
-from ttrl.configs.experiments import presets_of
 from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
+from ttrl.configs.experiments import presets_of
 from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"

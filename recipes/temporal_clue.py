@@ -12,8 +12,8 @@ The data is a file or folder of puzzles: the published ones, or generated ones:
 Reward: the share of right answers. Settings for eight GPUs with 80 GB; they have not been run.
 """
 
-from ttrl.configs.experiments import presets_of
 from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
+from ttrl.configs.experiments import presets_of
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 
 MODEL = "Qwen/Qwen2.5-14B-Instruct"

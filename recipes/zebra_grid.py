@@ -8,8 +8,8 @@ Puzzles with 2 to 6 houses and attributes are generated here, about 100 per CPU 
 share of right cells. The settings are for one GPU with 80 GB; they have not been run.
 """
 
-from ttrl.configs.experiments import presets_of
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
+from ttrl.configs.experiments import presets_of
 from ttrl.tasks.zebra_grid import get_zebra_grid_tasks
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ttrl import Task, TrainConfig
-from ttrl.configs.experiments import EXPERIMENTS
 from ttrl.cli.recipe_script import with_plain_template
+from ttrl.configs.experiments import EXPERIMENTS
 from ttrl.errors import ConfigError, UserError
 from ttrl.loop.checks import checked
 from ttrl.plans.open_choices import choose

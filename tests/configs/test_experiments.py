@@ -10,9 +10,9 @@ import torch
 from support.tiny_models import random_samples
 
 from ttrl import TrainConfig, grpo_recipe
-from ttrl.configs.experiments import EXPERIMENTS, GPU_GB, presets_of, table
 from ttrl.cli.settings import with_settings
 from ttrl.configs import GRPOConfig
+from ttrl.configs.experiments import EXPERIMENTS, GPU_GB, presets_of, table
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.plans.open_choices import choose
 from ttrl.plans.planner import published_config
