@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError, UserError
+from ttrl.messages import JsonObject
 from ttrl.records import Sample
 from ttrl.rollouts.client.assembly import STOPPED_EARLY, LiveCompletion, OnChunk
 from ttrl.rollouts.client.attempts import CountedAttempt
@@ -366,7 +367,7 @@ class _Continued:
         assert self.live is not None
         return self.live.take(chat_chunk(piece, first, text, self.request.wants_logprobs))
 
-    def _body(self, max_tokens: int, *, with_stop: bool) -> dict[str, Any]:
+    def _body(self, max_tokens: int, *, with_stop: bool) -> JsonObject:
         body = {name: value for name, value in self.parameters.items() if name in _SAME}
         if not with_stop:
             body.pop("stop", None)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.pack import PackedTensors
-from ttrl.facts import ComparedTokens
+from ttrl.facts import SamplerTrainer
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.counts import forward_work
 from ttrl.training.kernels.logprobs import IGNORE
@@ -50,7 +50,7 @@ from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.policy.value_head import ValueHead
 from ttrl.training.references import reference_facts
-from ttrl.training.reward_pass import train_on_outcomes
+from ttrl.training.reward_pass import RewardPass, train_on_outcomes
 from ttrl.training.sampler_drift import compare_tokens
 
 logger = logging.getLogger("ttrl.training")
@@ -86,15 +86,15 @@ class Prepass:
         self._objectives = [objective.at(first_step + number) for number in range(len(steps))]
         self._value_head = value_head
         self._rewards = rewards
-        self.reward_facts: list[dict[str, float]] = [{} for _ in steps]
-        """Of each step: the reward model's entries for train.jsonl."""
+        self.reward_passes: list[RewardPass] = []
+        """The reward model's training, of each step; empty without one."""
         self.reference_head: tuple[Tensor, Tensor | None] | None = None
         """The reference model's output projection [V, D] and its bias, for KL over the whole
         vocabulary.
         """
-        self.drift: ComparedTokens | None = None
+        self.drift: SamplerTrainer | None = None
         """`compare_tokens` over the whole iteration, if a pass was made for it."""
-        self.own_weights: ComparedTokens | None = None
+        self.own_weights: SamplerTrainer | None = None
         """The same for some rows' tokens sampled by `config.sampler_version`, under its own
         weights, if given.
         """
@@ -129,7 +129,7 @@ class Prepass:
         if rewards:
             self._add_token_rewards()
 
-    def _compared(self, start_logprobs: list[Tensor]) -> ComparedTokens:
+    def _compared(self, start_logprobs: list[Tensor]) -> SamplerTrainer:
         """Compare sampler and trainer on all steps. start_logprobs: [R, T] of each step. A
         collective.
         """
@@ -144,7 +144,7 @@ class Prepass:
         shape = (self._packed.num_rows, self._packed.seq_len)
         return compare_tokens(self._steps, *gathered, shape, self._config, self._here)
 
-    def _compared_under(self, folder: str) -> ComparedTokens:
+    def _compared_under(self, folder: str) -> SamplerTrainer:
         """Compare the tokens of the policy in `folder`, in rows of the first step, under its own
         weights. A collective.
         """
@@ -286,11 +286,11 @@ class Prepass:
                 len(self._packed.samples),
             )
         with model.swapped_in():
-            for number, step in enumerate(self._steps):
+            for step in self._steps:
                 scale = step.num_rows / config.lr_rows if config.lr_rows else 1.0
                 done = train_on_outcomes(self._policy, model, step, config, self._here, scale)
                 step.signals["reward_logprobs"] = done.logprobs
-                self.reward_facts[number] = done.facts
+                self.reward_passes.append(done)
                 self._spent["reward_model"] += done.flops
 
     def _add_token_rewards(self) -> None:

@@ -37,8 +37,12 @@ class RewardPass:
 
     logprobs: Tensor
     """[R, T], before the update; NaN where there is no label."""
-    facts: dict[str, float]
-    """Entries for train.jsonl, the same on all ranks."""
+    loss: float
+    """Nats per sample, before the update, over all ranks."""
+    accuracy: float
+    """Share of the samples whose outcome it tells, before the update, over all ranks."""
+    grad_norm: float
+    """Before clipping."""
     flops: float
     """Of this rank."""
 
@@ -98,11 +102,7 @@ def train_on_outcomes(
     logprobs = torch.full(labelled.shape, torch.nan, dtype=values.dtype)
     logprobs[labelled] = values
     whole = sums.over_ranks(here)
-    facts = {
-        "reward_model_loss": whole["loss"] / total,
-        "reward_model_accuracy": whole["right"] / total,
-        "reward_model_grad_norm": norm,
-    }
     # The loss of whole samples has the head recompute its logits.
     work = work_counts(step.rows, policy.decoder.config, config, head_again=1)
-    return RewardPass(logprobs, facts, work["flops"] + work["recomputation"])
+    flops = work["flops"] + work["recomputation"]
+    return RewardPass(logprobs, whole["loss"] / total, whole["right"] / total, norm, flops)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ttrl.errors import RequestError
+from ttrl.messages import JsonObject
 from ttrl.rollouts.client.attempts import STREAM_INTERVAL
 from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB
 from ttrl.rollouts.client.stream import broken_stream, read_events
@@ -150,12 +151,12 @@ def chat_chunk(piece: Piece, first: int, text: str, logprobs: bool) -> Chunk:
     return Chunk(choices=[part])
 
 
-def _entries(piece: Piece, first: int = 0) -> list[dict[str, Any]]:
+def _entries(piece: Piece, first: int = 0) -> list[JsonObject]:
     pairs = zip(piece.tokens[first:], piece.logprobs[first:], strict=True)
     return [_entry(*pair) for pair in pairs]
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
+def _entry(token: str, logprob: float) -> JsonObject:
     """Return the log-probability of a token in the form of chat completions."""
     value = logprob if logprob == logprob else UNKNOWN_LOGPROB  # JSON has no NaN
     return {
