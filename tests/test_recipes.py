@@ -15,6 +15,7 @@ import pytest
 
 from ttrl import Task, TrainConfig
 from ttrl.cli.recipe_script import with_plain_template
+from ttrl.configs.experiments import EXPERIMENTS
 from ttrl.errors import ConfigError, UserError
 from ttrl.loop.checks import checked
 from ttrl.plans.open_choices import choose
@@ -45,7 +46,7 @@ def math_problems(folder: Path) -> None:
 def temporal_clue(folder: Path) -> None:
     rows = [
         {"prompt": f"Puzzle {n}", "solution": {"A": "Miss Violet"}, "num_clues": 1}
-        for n in range(30)
+        for n in range(70)
     ]
     for name in ("train", "val"):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -340,18 +341,66 @@ def test_data_without_a_default_must_be_given(
     assert "--data" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["temporal_clue", "zebra_grid", "nyt_connections", "arc_agi"])
-def test_experiments_of_the_report_have_no_names_yet(
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(
+            number, marks=[pytest.mark.long] * (number not in ("010", "015", "041", "044", "048"))
+        )
+        for number in EXPERIMENTS
+    ],
+)
+def test_an_experiment_of_the_report(
+    number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It passes its check, tiny too, and is planned on its hardware without the hub.
+
+    Long for most: three commands each, and only this runs them. Settings and hardware of all:
+    tests/configs/test_experiments.py.
+    """
+    one = EXPERIMENTS[number]
+    arguments = ["--preset", number, "--run", str(tmp_path / "run")]
+    if one.recipe in DATA:
+        DATA[one.recipe](tmp_path)
+        arguments += ["--data", str(tmp_path)]
+    if one.settings().get("cpu_offload"):
+        on_cpu = ["--set", "cpu_offload=false"]
+    else:
+        on_cpu = []
+    run(one.recipe, monkeypatch, "--check", *arguments, "--model", "tiny", *on_cpu)
+    assert "held out; the settings are right" in capsys.readouterr().out
+    run(one.recipe, monkeypatch, "--check", "--tiny", *arguments)
+    assert capsys.readouterr().out.startswith("2 tasks")
+    plan = json.dumps({"gpu": f"{one.its_gpus}xH100"})
+    run(one.recipe, monkeypatch, *arguments, "--plan", plan)
+    text = capsys.readouterr().out
+    assert one.its_model in text and "does not fit" not in text, text
+
+
+def test_options_prevail_over_a_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    temporal_clue(tmp_path)
+    arguments = ["--run", str(tmp_path / "run"), "--data", str(tmp_path), "--preset", "044"]
+    run("temporal_clue", monkeypatch, *arguments)
+    own = ["--iterations", "7", "--model", "tiny", "--set", "lr=1e-5", "max_tokens=64"]
+    run("temporal_clue", monkeypatch, *arguments, *own)
+    (config, *_), (changed, *_) = trained
+    assert (config.model, config.iterations) == ("Qwen/Qwen2.5-14B-Instruct", 1000)
+    assert (config.max_tokens, config.recipe_settings["lr"]) == (8192, 6e-6)
+    assert config.early_stop == {"alpha": 0.992, "threshold": -2.5}
+    assert (changed.model, changed.iterations) == ("tiny", 7)
+    assert (changed.max_tokens, changed.recipe_settings["lr"]) == (64, 1e-5)
+    assert changed.early_stop == config.early_stop
+
+
+@pytest.mark.parametrize("name", ["temporal_clue", "zebra_grid", "arc_agi"])
+def test_an_experiment_of_another_recipe_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was known of four of them was the same for all, and was of others."""
-    arguments = ["--check", "--run", str(tmp_path / "run"), "--preset", "036"]
-    if name in DATA:
-        DATA[name](tmp_path)
-        arguments += ["--data", str(tmp_path)]
     with pytest.raises(SystemExit):
-        run(name, monkeypatch, *arguments)
-    assert "unrecognized arguments: --preset 036" in capsys.readouterr().err
+        run(name, monkeypatch, "--check", "--data", str(tmp_path), "--preset", "042")
+    assert "042" in capsys.readouterr().err
 
 
 def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(

@@ -237,6 +237,8 @@ class StepMeans(Facts):
     correction: Number = None
     capped_fraction: Number = None
     value_error: Number = None
+    reward_model_loss: Number = None
+    reward_model_accuracy: Number = None
     matmul_peak: Number = None
     kl_coefficient: Number = None
 
@@ -276,6 +278,7 @@ class Step(StepFigures):
     ratio_min: Number = None
     ratio_max: Number = None
     value_grad_norm: Number = None
+    reward_model_grad_norm: Number = None
     normaliser: Number = None
     flops_per_second: Number = None
     routing: RouterFigures | None = None
@@ -698,15 +701,23 @@ class Flops(Facts):
     recomputation: Number = None
     prepass: Number = None
     reference: Number = None
+    reward_model: Number = None
     total: Number = None
     cumulated: Number = None
 
     @property
     def before_gradient(self) -> float | None:
-        """Return the FLOPs of the passes before the gradient, of policy and reference."""
-        if self.prepass is None and self.reference is None:
+        """Return the FLOPs before the policy's gradient: passes of policy and reference, and the
+        reward model's training.
+        """
+        known = [
+            flops
+            for flops in (self.prepass, self.reference, self.reward_model)
+            if flops is not None
+        ]
+        if not known:
             return None
-        return (self.prepass or 0.0) + (self.reference or 0.0)
+        return sum(known)
 
 
 FLOPS_PARTS = Flops.__struct_fields__[:-2]

@@ -96,7 +96,7 @@ def take_steps(
     """Take the optimizer steps of an iteration, a line in the log for each; return how many. A
     collective.
     """
-    policy, stepper, values = trained
+    policy, stepper, values, rewards = trained
     value_head = None if values is None else values.head
     steps = updates(
         packed,
@@ -111,8 +111,9 @@ def take_steps(
     )
     profiler = Profiler(config.output_dir, config.profile_steps, here)
 
+    first_step = stepper.global_step
     prepass = Prepass(
-        policy, packed, steps, objective, config, here, stepper.global_step, value_head
+        policy, packed, steps, objective, config, here, first_step, value_head, rewards
     )
     with watch.part("prepass"):
         prepass.run()
@@ -147,6 +148,13 @@ def take_steps(
         row = step_metrics(result, step, taken).replace(
             global_step=stepper.global_step, iteration=config.iteration
         )
+        if prepass.reward_passes:
+            learned = prepass.reward_passes[number]
+            row = row.replace(
+                reward_model_loss=learned.loss,
+                reward_model_accuracy=learned.accuracy,
+                reward_model_grad_norm=learned.grad_norm,
+            )
         if result.pieces is not None:
             row = row.replace(gradient_noise=step_noise(result.pieces))
         if config.kl_coefficient or config.watch_kl:

@@ -63,6 +63,7 @@ def test_options_of_recipes_are_settings_of_the_run():
         "data",
         "tiny",
         "set",
+        "own_set",  # without a preset's
         "check",
         "plan",
         "overfit",

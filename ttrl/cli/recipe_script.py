@@ -50,6 +50,8 @@ _PLAIN_TEMPLATE = (
     "{%- for message in messages -%}{{- message['content'] -}}"
     "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{%- endfor -%}"
 )
+_OF_LARGE_MACHINES = ("compile", "cpu_offload", "row_length_multiple")
+"""Settings of the trainer without a use for a tiny model."""
 _PROBED = PlanOptions(probe=True)
 _TINY_CONTEXT = 16_384
 _TINY_TASKS = 2
@@ -70,7 +72,7 @@ def script_arguments(
     """Read the command line of a recipe: run folder, seed, iterations, any other setting; with
     `model`, also a model ("" if the recipe makes its own); with `data`, also data ("" for data
     without a default); with `presets`, settings of an experiment by its name, overridden one by one
-    by --set; `options` adds more. argv: its arguments, if not those of this process.
+    by options and --set; `options` adds more. argv: its arguments, if not those of this process.
     Raises ConfigError if --set contradicts another option.
 
     `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
@@ -131,7 +133,9 @@ def script_arguments(
         parser.add_argument(
             "--preset",
             choices=presets,
-            help="use the settings of an experiment; see docs/reference/families.md",
+            metavar="NAME",
+            help=f"use the settings of an experiment: {', '.join(presets)}; see docs/reference/"
+            "experiments.md and families.md",
         )
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
     parser.add_argument(
@@ -153,11 +157,11 @@ def script_arguments(
     if model is not None:
         _take_model(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
-    arguments.set = [
-        f"{name}={json.dumps(value)}" for name, value in chosen.items()
-    ] + arguments.set
+    of_preset = _take_preset(arguments, parser, chosen)
     if arguments.cluster is not None:
         arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
+    arguments.own_set = arguments.set
+    arguments.set = of_preset + arguments.own_set
     arguments.run = arguments.run.absolute()
     if arguments.plan is not None and not arguments.plan.probe:
         arguments.check = True  # such a plan needs no model made by the recipe first
@@ -202,6 +206,21 @@ def _contradictions(
     if not found:
         return []
     return [*sorted(found), *misspelled]
+
+
+def _take_preset(
+    arguments: argparse.Namespace, parser: argparse.ArgumentParser, chosen: Mapping[str, Any]
+) -> list[str]:
+    """Take a preset's options, unless the command line has its own; return its settings, as for
+    --set.
+    """
+    others = dict(chosen)
+    for name in (*_ALSO_OPTIONS, "overfit"):
+        if name in others and hasattr(arguments, name):
+            value = others.pop(name)
+            if getattr(arguments, name) == parser.get_default(name):
+                setattr(arguments, name, value)
+    return [f"{name}={json.dumps(value)}" for name, value in others.items()]
 
 
 def _take_model(arguments: argparse.Namespace) -> None:
@@ -334,12 +353,15 @@ def run_recipe(
         tasks = [task(number) for number in range(100)]
         print(run_recipe(arguments, config, tasks[:84], tasks[84:], what="right sums"))
     """
+    config, problems = with_settings(config, getattr(arguments, "set", ()))
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(
             config, tasks, validation_tasks, make=not arguments.check
         )
-    config, problems = with_settings(config, getattr(arguments, "set", ()))
+        config, _ = with_settings(config, arguments.own_set)
     count = getattr(arguments, "overfit", None)
+    if count is not None and getattr(arguments, "tiny", False):
+        count = min(count, len(tasks))
     if count is not None and not 1 <= count <= len(tasks):
         problems.append(
             f"--overfit is {count}, but there are {len(tasks)} tasks; give a number from 1 to "
@@ -433,7 +455,12 @@ def _tiny(
         make_tiny_model(
             folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT
         )
-    training = {**config.recipe_settings, "rows_per_microbatch": 1}
+    training = {
+        name: value
+        for name, value in config.recipe_settings.items()
+        if name not in _OF_LARGE_MACHINES
+    }
+    training["rows_per_microbatch"] = 1
     config = dataclasses.replace(
         config,
         tasks_per_iteration=_TINY_TASKS,

@@ -572,7 +572,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
         found += self.at_least(1, "iteration", "updates_per_iteration", "lr_rows") + self.at_least(
             0, "sampler_rows"
         )
-        found += self.above_zero("temperature", "drift_tolerance")
+        found += self.above_zero("temperature", "drift_tolerance") + self._reward_model_problems()
         if (self.sampler_model is None) != (self.sampler_version is None):
             found.append(
                 "sampler_model and sampler_version go together: the folder of a policy and its "
@@ -590,6 +590,23 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
                 "set updates_per_iteration to 2 or more"
             )
         return found
+
+    def _reward_model_problems(self) -> list[str]:
+        """Return the switches that exclude a reward model."""
+        if self.token_rewards != "implicit":
+            return []
+        why = {
+            "optimizer_in_backward": "would step the policy with the reward model's gradients",
+            "optimizer_on_cpu": "copies gradients for one optimizer, and the reward model has its "
+            "own; use cpu_offload",
+            "lora_dropout": "would make the rewards random: they come from the pass that trains "
+            "the reward model",
+        }
+        return [
+            f"token_rewards 'implicit' with {name} {getattr(self, name)}, which {reason}"
+            for name, reason in why.items()
+            if getattr(self, name)
+        ]
 
 
 @settings

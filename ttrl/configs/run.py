@@ -115,7 +115,8 @@ class TrainConfig(Config):
     """End unlikely completions, such as babble, by the model's own probabilities: {"alpha": 0.992,
     "threshold": -3.0}, see `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all end by
     themselves. Completions ended early are graded and trained on as they are. Completions are
-    streamed, each in its own request, at several times the client's CPU time.
+    streamed, each in its own request, at several times the client's CPU time. With
+    `tokens_per_iteration`, the mean of a continued completion goes on from its earlier tokens.
     """
     off_policy_steps: Literal[0, 1] = 0
     """1: while the trainer works on an iteration, the servers sample the next one with the weights
@@ -467,11 +468,6 @@ class TrainConfig(Config):
                 "with a budget; set both, or none"
             )
         if self.early_stop is not None:
-            if self.tokens_per_iteration is not None:
-                found.append(
-                    "early_stop is set with tokens_per_iteration, but completions with a budget "
-                    "are not streamed; leave one out"
-                )
             unknown = self.early_stop.keys() - {"alpha", "threshold"}
             found += [
                 f"early_stop: unknown key {name!r}; choose from 'alpha' and 'threshold'"

@@ -261,6 +261,7 @@ class _Training:
         else:
             self.updates = 1
         self.needs_reference = grpo is not None and grpo.needs_reference
+        self.has_reward_model = grpo is not None and grpo.token_rewards == "implicit"
         self.full_divergence = (
             grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_estimator == "full"
         )
@@ -348,6 +349,9 @@ class _Training:
         if not self.on_device:
             return {}
         parts = {"parameters": self.parameters}
+        if self.has_reward_model:
+            each = _FP32 + moments * STATE_BYTES[self.settings.optimizer]
+            parts["reward model"] = self.trainable * each
         if gradients:
             parts["gradients"] = self.trainable * _FP32
         if moments and not (self.settings.optimizer_on_cpu and self.cuda):

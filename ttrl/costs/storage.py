@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ttrl.configs import TrainingConfig
+from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.costs.parameters import (
     DecoderParameters,
     adapter_parameters,
@@ -21,8 +21,11 @@ PACKED_POSITION_BYTES = 65
 
 
 def state_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:
-    """Return the bytes of the optimizer's state on disk."""
-    return trained_parameters(decoder, config) * STATE_BYTES[config.optimizer]
+    """Return the bytes of the optimizer's state on disk, and of the reward model there."""
+    each = STATE_BYTES[config.optimizer]
+    if isinstance(config, GRPOConfig) and config.token_rewards == "implicit":
+        each += BYTES["fp32"] + STATE_BYTES[config.optimizer]
+    return trained_parameters(decoder, config) * each
 
 
 def model_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:

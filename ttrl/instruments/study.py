@@ -72,6 +72,7 @@ from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.optimizer.optimizer import OptimizerInBackward, learning_rate
+from ttrl.training.optimizer.reward_model import RewardModel
 from ttrl.training.optimizer.state import state_tensors
 from ttrl.training.parallel.distributed import Ranks, derived_generator, ranks
 from ttrl.training.parallel.gradients import clip_gradients
@@ -201,7 +202,7 @@ class _Study:
         values = self.trained.values
         self.head = None if values is None else values.head
         self.first_step = self.trained.stepper.global_step
-        self._pass_before(self.head)
+        self._pass_before(self.head, self.trained.rewards)
         for earlier in range(number):
             self.prepass.choose(earlier)
             self._take(self.steps[earlier])
@@ -227,13 +228,15 @@ class _Study:
         held_in = {p.dtype for p in self.policy.parameters()}
         return self.policy.compute_dtype == self.dtype and held_in == {self.dtype}
 
-    def _pass_before(self, head: ValueHead | None) -> None:
+    def _pass_before(
+        self, head: ValueHead | None = None, rewards: RewardModel | None = None
+    ) -> None:
         """Make the passes before the iteration's first step, with the current policy. Without a
-        head, values stay as last measured.
+        head or reward model, values and log-probabilities stay as last measured.
         """
         config = self.config
         inputs = (self.policy, self.packed, self.steps, self.objective, config, self.here)
-        self.prepass = Prepass(*inputs, self.first_step, head)
+        self.prepass = Prepass(*inputs, self.first_step, head, rewards)
         self.prepass.run()
 
     def _widen(self) -> None:
@@ -247,7 +250,7 @@ class _Study:
         self.origin = {name: tensor.to(self.dtype) for name, tensor in self.origin.items()}
         self.start = {name: tensor.to(self.dtype) for name, tensor in self.start.items()}
         self._put(self.origin)
-        self._pass_before(None)  # earlier steps have moved the head
+        self._pass_before()  # earlier steps have moved the head, and the reward model
         self._put(self.start)
         self.prepass.choose(self.number)
 

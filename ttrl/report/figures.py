@@ -267,7 +267,7 @@ def time(run: RunData) -> list[Figure]:
             "FLOPs",
             "Computed work: prompts read (without tokens from the prefix cache) and tokens "
             "written, held-out samples, forward and backward pass, recomputation in the backward "
-            "pass, and the earlier passes of policy and reference.",
+            "pass, and the earlier passes of policy, reference and reward model.",
             spent,
         ),
     ]
@@ -419,6 +419,13 @@ def training(run: RunData) -> list[Figure]:
         ),
         *_line(
             run, "KL to the reference model", lambda row: row.train.kl, _kl_of(run), from_zero=True
+        ),
+        *_line(
+            run,
+            "Reward model",
+            lambda row: row.train.reward_model_loss,
+            "Cross entropy of the outcomes, in nats per sample; 0.69 is a guess.",
+            from_zero=True,
         ),
         *_lines(
             run,

@@ -39,6 +39,8 @@ from ttrl.records import ADAPTER_FOLDER, Canary, Handover
 from ttrl.system.files import again
 from ttrl.system.request_folder import RequestFolder
 from ttrl.training.checkpoints import hand_over
+from ttrl.training.optimizer.reward_model import FOLDER as REWARD_MODEL
+from ttrl.training.optimizer.reward_model import RewardModel
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, run_on_ranks
 from ttrl.training.parallel.host_memory import places
@@ -74,6 +76,7 @@ class Trained(NamedTuple):
     policy: Policy
     stepper: Stepper
     values: ValueTraining | None
+    rewards: RewardModel | None = None
 
 
 def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
@@ -85,7 +88,11 @@ def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
         values = ValueTraining(config, policy.decoder.tok_embeddings.embedding_dim, here)
     else:
         values = None
-    return Trained(policy, Stepper(policy, config, here, config.state, values), values)
+    rewards = None
+    if config.token_rewards == "implicit":
+        rewards = RewardModel(policy, config, here)
+    stepper = Stepper(policy, config, here, config.state, values, rewards)
+    return Trained(policy, stepper, values, rewards)
 
 
 Files = tuple[tuple[Any, ...], ...]
@@ -268,7 +275,7 @@ def _settings(config: GRPOConfig) -> dict[str, object]:
 
 
 def _inputs(config: GRPOConfig) -> Files:
-    """Return the facts of the source files of policy, optimizer and value head."""
+    """Return the facts of the source files of policy, optimizer, value head and reward model."""
     folders = [Path(config.model), Path(config.model, ADAPTER_FOLDER)]
     if config.lora_rank is not None:
         folders.append(Path(base_folder(config)))
@@ -278,7 +285,8 @@ def _inputs(config: GRPOConfig) -> Files:
     if config.state is None:
         state = []
     else:
-        state = list(_files(Path(config.state), "state"))
+        folder = Path(config.state)
+        state = [*_files(folder, "state"), *_files(folder / REWARD_MODEL, REWARD_MODEL)]
     return (*weights, *state)
 
 
@@ -325,7 +333,7 @@ def unpark(trained: Trained, device: torch.device) -> None:
 
 
 def _places(trained: Trained) -> list[tuple[Any, str]]:
-    """Return the places of device tensors in policy, value head and optimizers."""
+    """Return the places of device tensors in policy, value head, reward model and optimizers."""
     # Shards, even if a pass left whole parameters.
     tensors: list[Tensor] = list(trained.policy.parameters_by_name().values())
     if trained.values is not None:
@@ -333,6 +341,8 @@ def _places(trained: Trained) -> list[tuple[Any, str]]:
     tensors += trained.stepper.tensors()
     if trained.values is not None:
         tensors += trained.values.tensors()
+    if trained.rewards is not None:
+        tensors += trained.rewards.tensors()
     return [place for tensor in tensors for place in places(tensor)]
 
 
