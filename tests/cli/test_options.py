@@ -65,7 +65,6 @@ def test_options_of_recipes_are_settings_of_the_run(monkeypatch):
         "set",
         "check",
         "plan",
-        "overfit",
     }
 
 

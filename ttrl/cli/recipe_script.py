@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _BY_OPTION = ("run", "seed")
 """Settings also read by recipes; --set would change them for the run only."""
-_ALSO_OPTIONS = ("model", "iterations", "weight_sync", "cluster", "nproc_per_node")
+_ALSO_OPTIONS = ("model", "iterations", "overfit", "weight_sync", "cluster", "nproc_per_node")
 """Settings with both an option and --set; --set changes them as the option does."""
 _PLAIN_TEMPLATE = (
     "{%- for message in messages -%}{{- message['content'] -}}"
@@ -112,7 +112,7 @@ def script_arguments(
             required=not data,
             help=f"a file, a folder, or a data set's name on the hub{shown}",
         )
-    same = "the first N tasks in each iteration, asked again greedily after each step"
+    same = "train on the first N tasks alone, and ask them greedily after each step; --set prevails"
     parser.add_argument("--overfit", type=int, metavar="N", help=same)
     if presets:
         parser.add_argument(
@@ -138,10 +138,13 @@ def script_arguments(
         raise ConfigError("arguments", problems)
     if model is not None:
         _take_model(arguments)
+    _take_overfit(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
+    implied = {**chosen, **_overfit_settings(arguments.overfit)}
     arguments.set = [
-        f"{name}={json.dumps(value)}" for name, value in chosen.items()
-    ] + arguments.set
+        *(f"{name}={json.dumps(value)}" for name, value in implied.items()),
+        *arguments.set,
+    ]
     if arguments.cluster is not None:
         arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
     arguments.run = arguments.run.absolute()
@@ -165,13 +168,6 @@ def _contradictions(
     """Return contradictions between --set and other options, and misspelled names in --set."""
     given, misspelled = settings_in(arguments.set)
     found = []
-    meant: dict[str, Any] = {}
-    if arguments.overfit is not None:
-        meant = _overfit_settings(arguments.overfit)
-    for name in given.keys() & meant.keys():
-        if given[name] != meant[name]:
-            why = f"--overfit {arguments.overfit} means {_written(name, meant[name])}"
-            found.append(f"{why}, and --set says {_written(name, given[name])}; leave one out")
     for name in given.keys() & vars(arguments).keys():
         own = getattr(arguments, name)
         option = f"--{name.replace('_', '-')}"
@@ -196,6 +192,15 @@ def _take_model(arguments: argparse.Namespace) -> None:
     arguments.set = [text for text in arguments.set if text.partition("=")[0] != "model"]
 
 
+def _take_overfit(arguments: argparse.Namespace) -> None:
+    """Move `overfit` in --set to the option: it means further settings, and recipes read it."""
+    given = settings_in(arguments.set)[0].get("overfit")
+    if type(given) is not int:
+        return  # a wrong value is reported with all other problems
+    arguments.overfit = given
+    arguments.set = [text for text in arguments.set if text.partition("=")[0] != "overfit"]
+
+
 def _written(name: str, value: Any) -> str:
     if isinstance(value, str):
         text = value
@@ -204,11 +209,14 @@ def _written(name: str, value: Any) -> str:
     return f"{name}={text}"
 
 
-def _overfit_settings(count: int) -> dict[str, Any]:
-    """Return the settings behind --overfit: no other tasks, and greedy answers to them after each
-    step.
+def _overfit_settings(count: int | None) -> dict[str, Any]:
+    """Return the settings behind --overfit: no other tasks, all of them in each iteration, and
+    greedy answers to them after each step.
     """
+    if count is None:
+        return {}
     return {
+        "overfit": count,
         "tasks_per_iteration": count,
         "dynamic_sampling": None,
         "max_extra_tasks": None,
@@ -309,22 +317,15 @@ def run_recipe(
             config, tasks, validation_tasks, make=not arguments.check
         )
     config, problems = with_settings(config, getattr(arguments, "set", ()))
-    count = getattr(arguments, "overfit", None)
-    if count is not None and not 1 <= count <= len(tasks):
-        problems.append(
-            f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to "
-            f"{len(tasks)}"
-        )
-    elif count is not None:
-        tasks = [dataclasses.replace(task, level=0) for task in tasks[:count]]
-        validation_tasks = tasks
-        config = dataclasses.replace(config, **_overfit_settings(count))
-        what = f"{what}, of the {count} tasks that it was trained on"
+    if config.overfit is not None:
+        what = f"{what}, of the {config.overfit} tasks that it was trained on"
     asked: PlanOptions | None = arguments.plan
     if arguments.check or problems:
         is_planned = asked is not None and not problems
         needed = _is_to_be_had(arguments) and not is_planned
-        checked(config, tasks, validation_tasks, model=needed, problems=problems)
+        config, tasks, validation_tasks = checked(
+            config, tasks, validation_tasks, model=needed, problems=problems
+        )
         if is_planned:
             return _rough_plan(arguments, config, tasks, validation_tasks)
         if not tasks or not validation_tasks:
@@ -359,7 +360,7 @@ def run_recipe(
         tried = "tried out, with chance added to the rewards of training\n"
     else:
         tried = ""
-    if getattr(arguments, "overfit", None):
+    if config.overfit is not None:
         held_out = ""
     else:
         held_out = "held-out "

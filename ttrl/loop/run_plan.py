@@ -6,6 +6,7 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
+from ttrl.loop.checks import overfitted
 from ttrl.plans.expected_lengths import Assumptions
 from ttrl.plans.plan import Plan
 from ttrl.plans.planner import make_plan
@@ -56,14 +57,13 @@ def plan(
             "a probe measures this machine alone: leave out nnodes and joined_servers, or plan "
             "without a probe"
         )
+    config, tasks, validation_tasks = overfitted(config, tasks, validation_tasks)
     made = make_plan(config, tasks, validation_tasks, assumptions=assumptions, **options)
     if not probe:
         return made
     from ttrl.loop.plan_probe import probe as run_probe
 
-    probed = run_probe(
-        made, config, assumptions or Assumptions(), list(tasks), list(validation_tasks)
-    )
+    probed = run_probe(made, config, assumptions or Assumptions(), tasks, validation_tasks)
     return make_plan(
         config, tasks, validation_tasks, assumptions=assumptions, probed=probed, **options
     )
