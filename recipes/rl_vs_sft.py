@@ -7,6 +7,7 @@ checkpoint, at equal FLOPs.
     python recipes/rl_vs_sft.py --model MODEL --data openai/gsm8k --iterations 420
     python recipes/rl_vs_sft.py --model MODEL --data openai/gsm8k --iterations 420 --plan
     python recipes/rl_vs_sft.py --arm more_samples samples_per_task=32 tasks_per_iteration=8
+    python recipes/rl_vs_sft.py --sft batch_size=32 --arm small_batch sft.batch_size=8
 
 All arms start from one supervised checkpoint: trained until one held-out word in five is sorted,
 or, for GSM8K, until 95% of the held-out answers have the format that is asked for. RL takes 16
@@ -15,9 +16,14 @@ of their group; without KL; ratios are not clipped, gradients are, to a norm of 
 worked answers to questions of the same kind, until it has taken as many FLOPs as RL did, everything
 counted that RL computes: prompts, answers, forward and backward passes. The report,
 RUN/compare.html, says which of the two is better on the same held-out tasks, how sure that is, and
-how they got there, over FLOPs, answer tokens and time. A further arm is RL with other settings; it
-needs as many FLOPs as RL, or all arms are compared where it ended. Supervised training uses the
-dtype and GPUs of RL, and settings and memory of all arms are checked before the first one starts.
+how they got there, over FLOPs, answer tokens and time. Supervised training uses the dtype and GPUs
+of RL, and settings and memory of all arms are checked before the first one starts.
+
+SFT's learning rate is the best of three by the loss of held-out examples, each tried on as many
+FLOPs as the arm has; the report has these FLOPs apart. `--sft lr=…` skips the search. A further arm
+is RL or SFT with other settings; one of RL needs as many FLOPs as RL, or all arms are compared at
+its end. Five seeds tell arms of a tiny model apart; with --model there is one seed unless you ask
+for more, and --plan says what five would take.
 
 The settings for GSM8K are those of the experiment as far as they are known: learning rates, batch
 of SFT and questions of an iteration are ours. 420 iterations are one pass over the questions. They

@@ -41,6 +41,8 @@ from ttrl.tiny_model import make_tiny_model
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
+    from ttrl.plans.plan import Plan
+
 _BY_OPTION = ("run", "seed")
 """Settings also read by recipes; --set would change them for the run only."""
 _ALSO_OPTIONS = ("model", "iterations", "overfit", "weight_sync", "cluster", "nproc_per_node")
@@ -327,7 +329,8 @@ def run_recipe(
             config, tasks, validation_tasks, model=needed, problems=problems
         )
         if is_planned:
-            return _rough_plan(arguments, config, tasks, validation_tasks)
+            assert asked is not None
+            return asked.text(rough_plan(arguments, config, tasks, validation_tasks))
         if not tasks or not validation_tasks:
             raise UserError(
                 f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?"
@@ -367,12 +370,12 @@ def run_recipe(
     return f"{tried}{held_out}{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
 
 
-def _rough_plan(
+def rough_plan(
     arguments: argparse.Namespace,
     config: TrainConfig,
     tasks: Sequence[Task],
     validation_tasks: Sequence[Task],
-) -> str:
+) -> "Plan":
     """Plan without running anything. A model made from a tiny one by the recipe has its shape."""
     asked: PlanOptions = arguments.plan
     made_first = not _is_to_be_had(arguments) and not Path(config.model).exists()
@@ -382,7 +385,7 @@ def _rough_plan(
             model = make_tiny_model(Path(scratch, "model"))
             planned = dataclasses.replace(config, model=str(model))
         made = asked.plan(planned, tasks, validation_tasks)
-    return asked.text(dataclasses.replace(made, model=config.model))
+    return dataclasses.replace(made, model=config.model)
 
 
 def _prompt_size(task: Task) -> int:

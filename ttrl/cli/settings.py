@@ -21,6 +21,23 @@ _OF_RECIPE = GRPOConfig.names()
 _SPLITS = {"tasks": "train", "validation_tasks": "validation"}
 _OF_THE_MACHINE = ("device", "dtype", "num_threads", "trainer_memory")
 """Settings recorded in a run's config.yaml as decided by the machine."""
+_OF_ARMS = frozenset(
+    {
+        "model",
+        "seed",
+        "data",
+        "held_out",
+        "output_dir",
+        "steps",
+        "flops",
+        "state",
+        "save_state",
+        "device",
+        "dtype",
+        "num_threads",
+    }
+)
+"""Settings of supervised training that a comparison of arms sets itself."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +234,25 @@ def settings_in(texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         )
         unknown.append(f"{name!r} is a setting neither of a run nor of the recipe{hint}")
     return {name: value for name, value in changes.items() if name in known}, unknown
+
+
+def sft_settings_in(texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of supervised training in "KEY=VALUE" texts, and a problem for each text
+    that is none, or that a comparison of arms sets itself.
+    """
+    found: dict[str, Any] = {}
+    problems = []
+    for text in texts:
+        try:
+            name, value = _setting(text)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if name in _OF_ARMS:
+            problems.append(f"{name} is the same for all arms, or follows from RL's; leave it out")
+        else:
+            found[name] = value
+    return found, problems
 
 
 def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

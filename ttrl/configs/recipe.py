@@ -601,6 +601,11 @@ class SFTConfig(TrainingConfig):
     state: str | None = None
     """Folder of the optimizer state to continue from, with the conversations that follow those of
     its steps; None starts afresh."""
+    held_out: str | None = None
+    """Further conversations, in a file like `data`, never trained on. The last line of train.jsonl
+    has the mean -log π of their trained tokens under the trained weights (`held_out_loss`), and the
+    FLOPs for it (`held_out_flops`), which no other figure includes.
+    """
     save_state: bool = False
     """Write output_dir/state as well, from which another run may continue."""
     batch_size: int = 64

@@ -94,9 +94,10 @@ class TrainLog:
             | {"seconds_by_part": parts, "memory_peaks": memory_peaks(self._here.device)}
         )
 
-    def close(self) -> None:
-        """Add measurements since the last step to its line, and write it."""
+    def close(self, **results: float) -> None:
+        """Add measurements since the last step, and `results`, to its line, and write it."""
         if self._held is not None:
+            self._held |= results
             self._held["seconds_by_part"] |= self._watch.take()
             self._write()
 
