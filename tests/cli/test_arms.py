@@ -20,6 +20,7 @@ from support.facts import mark
 from ttrl import TrainConfig, evaluate, plan, sft_recipe
 from ttrl.cli import arms
 from ttrl.cli.arms import Supervised, run_arms, supervised_first
+from ttrl.cli.plan_command import PlanOptions
 from ttrl.configs import SFTConfig
 from ttrl.errors import ConfigError, RunFolderError, UserError
 from ttrl.facts import Sync, TrainFacts
@@ -44,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("short_canaries")
 QWEN = json.loads(
     (Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text()
 )["qwen2.5_7b"]
+PROBED = PlanOptions(probe=True)
 TASKS = get_sort_letters_tasks("train", 64, partial_credit=0)
 HELD_OUT = get_sort_letters_tasks("validation", 12, partial_credit=0)
 EXAMPLES = sort_letters_examples(16)
@@ -215,7 +217,7 @@ def given(tmp_path, **others):
         "arm": [],
         "set": [],
         "check": False,
-        "plan": False,
+        "plan": None,
     }
     return types.SimpleNamespace(
         run=tmp_path / "run", seed=0, overfit=None, model="", **plain | others
@@ -347,8 +349,8 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, t
     start = Supervised(
         EXAMPLES, {"batch_size": 2, "seq_len": 64, "lr": 1e-3}, marks=[2, 3], stop_at=right + 0.01
     )
-    for looked in ("check", "plan", "tiny"):
-        arguments = given(tmp_path, **{"tiny": False, looked: True})
+    for looked in ({"check": True}, {"plan": PROBED}, {"tiny": True}):
+        arguments = given(tmp_path, **{"tiny": False, **looked})
         assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
     assert "start: 1 process in fp32, each with up to" in capsys.readouterr().out
     for looked in ({"check": True}, {}):
@@ -489,7 +491,7 @@ def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path, monke
         return "the run's plan"
 
     monkeypatch.setattr(arms, "run_recipe", planned)
-    said = run(given(tmp_path, plan=True, seeds=None, sft=[], model="m"), model)
+    said = run(given(tmp_path, plan=PROBED, seeds=None, sft=[], model="m"), model)
     parts = said.split("\n\n")
     assert parts[0] == "the run's plan"
     assert parts[2].startswith("Supervised training\n  start: 2 processes in bf16, each with up to")
@@ -503,7 +505,7 @@ def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path, monke
     assert "among 8.3e-05, 0.00025, 0.00075, once: " in search
     assert f"{si_spaced(3 * flops)}FLOP" in search
     assert one.startswith("1 seed (--seeds 1): about ") and five.startswith("5 seeds (--seeds 5): ")
-    without = run(given(tmp_path, plan=True, seeds=5), model).split("\n\n")[1]
+    without = run(given(tmp_path, plan=PROBED, seeds=5), model).split("\n\n")[1]
     assert len(without.splitlines()) == 2 and "its learning rate" not in without
 
 

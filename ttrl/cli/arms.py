@@ -29,8 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttrl.cli.plan_command import PlanOptions
 from ttrl.cli.recipe_script import rough_plan, run_recipe
 from ttrl.cli.settings import sft_settings_in, with_settings
+from ttrl.configs import SFTConfig
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.comparison import compare_seeds
@@ -144,26 +146,26 @@ def run_arms(
         arguments.seeds = 1 if arguments.model else _SEEDS
     if arguments.seeds < 1 or arguments.points < 1:
         raise UserError("--seeds and --points must be at least 1")
-    arms, found = _arms(arguments, config, sft)
-    problems += [problem for problem in found if problem not in problems]
+    arms, found = _arms(arguments, config, sft, problems)
+    problems += found
     config = dataclasses.replace(config, run=str(Path(arguments.run, f"{RL}-{arguments.seed}")))
     problems += setting_problems("start", start_settings(config, start.settings, cuda=False))
     for name, one in arms.supervised.items():
         problems += setting_problems(name, sft_settings(config, one.settings))
     checked(config, tasks, held_out, model=False, problems=problems)
-    if arguments.check and arguments.plan is None:
-        return run_recipe(arguments, config, tasks, held_out, "")
-    if arguments.check:
+    asked: PlanOptions | None = arguments.plan
+    if arguments.check and asked is not None:  # without a run, and perhaps without its model
         made = rough_plan(arguments, config, tasks, held_out)
-        said = arguments.plan.text(made)
-        if arguments.plan.json:
-            return said
-        return f"{said}\n\n{_costs(made, arms, arguments.seeds)}"
+        said = asked.text(made)
+        return said if asked.json else f"{said}\n\n{_costs(made, arms, arguments.seeds)}"
+    if arguments.check:
+        return run_recipe(arguments, config, tasks, held_out, "")
     planned = _planned(arguments, arms, start)
-    if arguments.plan:
+    if asked is not None:
         said = run_recipe(arguments, config, tasks, held_out, "")
         made = Plan.load(Path(config.run))
-        return f"{said}\n\n{_costs(made, arms, arguments.seeds)}\n\n{planned}"
+        costs = _costs(made, arms, arguments.seeds)
+        return said if asked.json else f"{said}\n\n{costs}\n\n{planned}"
     _check(planned)
     sets = sets if arguments.sets is None else arguments.sets
     if sets:
@@ -173,10 +175,10 @@ def run_arms(
 
 
 def _arms(
-    arguments: argparse.Namespace, config: TrainConfig, sft: Supervised
+    arguments: argparse.Namespace, config: TrainConfig, sft: Supervised, known: Sequence[str]
 ) -> tuple[Arms, list[str]]:
-    """Return the arms of the command line, and the faults of their settings. Raises UserError for
-    a wrong name, and for an arm without held-out tasks.
+    """Return the arms of the command line, and the faults of their settings, without those `known`
+    of RL. Raises UserError for a wrong name, and for an arm without held-out tasks.
     """
     runs = {RL: config}
     given, problems = sft_settings_in(arguments.sft)
@@ -185,7 +187,8 @@ def _arms(
     searched: list[str] = []
     if "lr" not in given:
         searched.append(SFT)
-        rates = [float(f"{sft.settings['lr'] * times:.2g}") for times in _RATES]
+        usual = sft.settings.get("lr", SFTConfig.lr)
+        rates = [float(f"{usual * times:.2g}") for times in _RATES]
     sft = dataclasses.replace(sft, settings={**sft.settings, **given})
     supervised = {SFT: sft}
     for name, *changes in arguments.arm:
@@ -207,7 +210,7 @@ def _arms(
             supervised[name] = dataclasses.replace(sft, settings={**sft.settings, **given})
         else:
             runs[name], found = with_settings(config, changes)
-        problems += [f"--arm {name}: {problem}" for problem in found]
+        problems += [f"--arm {name}: {problem}" for problem in found if problem not in known]
     if any(one.overfit is not None for one in runs.values()):
         raise UserError("overfit leaves no held-out tasks to compare arms on; leave it out")
     return Arms(runs, supervised, rates, frozenset(searched)), problems
