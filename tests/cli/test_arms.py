@@ -29,7 +29,9 @@ from ttrl.loop import supervised_run as supervised_module
 from ttrl.loop.supervised_run import HeldOut, held_out_config, supervised_run
 from ttrl.plans.plan import Plan
 from ttrl.plans.supervised import Hardware
+from ttrl.report.compared_runs import spent
 from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.reader import read_run
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 from ttrl.text import si_spaced
@@ -219,9 +221,8 @@ def given(tmp_path, **others):
         "check": False,
         "plan": None,
     }
-    return types.SimpleNamespace(
-        run=tmp_path / "run", seed=0, overfit=None, model="", **plain | others
-    )
+    fixed = {"run": tmp_path / "run", "seed": 0, "model": ""}
+    return types.SimpleNamespace(**fixed | plain | others)
 
 
 def run(arguments, model):
@@ -527,7 +528,7 @@ def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
         ({"seeds": 0}, UserError, "--seeds and --points must be at least 1"),
         ({"sft": ["lrr=1"]}, ConfigError, "SFT: unknown key 'lrr'; did you mean 'lr'"),
         ({"sft": ["steps=9"]}, ConfigError, "--sft: steps is the same for all arms, or follows"),
-        ({"arm": [["x", "sft.lr=0"]]}, ConfigError, "x: lr is 0"),
+        ({"arm": [["x", "sft.batch_size=0"]]}, ConfigError, "x: batch_size is 0"),
         (
             {"arm": [["x", "sft.lr=1", "temperature=1"]]},
             UserError,
@@ -571,8 +572,8 @@ def test_the_learning_rate_of_sft_is_the_best_of_three_by_held_out_loss(world, m
         assert "its FLOPs count for no arm" in text
         for loss, _ in folders.values():
             assert f"{loss:.4f}" in text
-    ends = read_jsonl(whole / "SFT-0" / "metrics.jsonl")[-1]["flops"]
-    assert ends["cumulated"] < 1.2 * 4e7 < sum(flops for _, flops in folders.values())
+    last = spent(read_run(whole / "SFT-0"))["flops"][-1]
+    assert last < 1.2 * 4e7 < sum(flops for _, flops in folders.values())
     before = len(world)
     assert run(arguments, model) == said
     assert [one[0] for one in world[before:]] == ["RL"]
