@@ -4,7 +4,7 @@ checkpoint, at equal FLOPs.
     # A tiny model, on a laptop:
     python recipes/rl_vs_sft.py [--seeds 5] [--run runs/rl_vs_sft]
     # A small chat model counts letters, without a hub:
-    python recipes/rl_vs_sft.py --model smollm2-135m --task letter_counting --seeds 3
+    python recipes/rl_vs_sft.py --model smollm2-135m --questions letter_counting --seeds 3
     # GSM8K, as the question was asked:
     python recipes/rl_vs_sft.py --model MODEL --data openai/gsm8k --iterations 420
     python recipes/rl_vs_sft.py --model MODEL --data openai/gsm8k --iterations 420 --plan
@@ -47,7 +47,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of arms, and the questions of a model."""
     arm_options(parser)
     parser.add_argument(
-        "--task",
+        "--questions",
         choices=("gsm8k", "letter_counting"),
         default="gsm8k",
         help="the questions, with --model (gsm8k)",
@@ -71,10 +71,10 @@ if __name__ == "__main__":
         "updates_per_iteration": 1,
         "kl_coefficient": 0.0,
     }
-    counts = bool(model) and arguments.task == "letter_counting"
+    counts = bool(model) and arguments.questions == "letter_counting"
     if counts:
         sizes = {"tasks_per_iteration": 8, "max_tokens": 48, "seq_len": 1024}
-        training |= {"lr": 2e-5}
+        training |= {"lr": 2e-5, "rows_per_microbatch": 1}
     elif model:
         sizes = {"tasks_per_iteration": 16, "max_tokens": 256, "seq_len": 4096}
         training |= {"lr": 2e-6}
