@@ -395,7 +395,7 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
         "held-out" not in (out := capsys.readouterr().out)
         and "of the 5 tasks that it was trained on" in out
     )
-    for count, said in (("0", "overfit is 0"), ("5000", "overfit is 5000, and there are 4096")):
+    for count, said in (("0", "overfit is 0"), ("5000", "overfit is 5000, and there are 4,096")):
         with pytest.raises(ConfigError, match=said):
             run("sort_letters", monkeypatch, "--check", "--run", "r", "--overfit", count)
 
@@ -417,7 +417,7 @@ def test_overfit_is_a_setting_with_a_shortcut(
     both = [*arguments, "--overfit", "5", "--set"]
     with pytest.raises(ConfigError, match="--overfit is 5, and --set says overfit=6; leave one ou"):
         run("sort_letters", monkeypatch, *both, "overfit=6", "lrr=1")
-    with pytest.raises(ConfigError, match="overfit is 'many'; it must be int"):
+    with pytest.raises(ConfigError, match="overfit is .many.; it must be a whole number"):
         run("sort_letters", monkeypatch, "--check", *arguments, "--set", "overfit=many")
     assert not (tmp_path / "run").exists()
 
