@@ -22,12 +22,11 @@ that follows it already is left as it is. What the study measured: gradient nois
 the report, all else by `ttrl study`, of one checkpoint or of the whole run. For that, the adapters
 and optimizer states of all steps are kept.
 
---preset small: SmolLM2-135M never writes R1's tags, so nothing would reward it (0 of 200 greedy
-answers, 0 of 320 samples). Three solved problems before each question, as turns that all questions
-share, show it how an answer looks (`#### 18`): 0.61 of its samples have the form then, 0.016 are
-right. In half an hour on two cores (34 iterations, bf16) all samples came to have it; of 200
-held-out problems 0.030 were right before, 0.055 after 16 iterations, 0.035 after 32: no more than
-chance.
+--preset small: SmolLM2-135M never writes R1's tags (0 of 200 greedy replies, 0 of 320 samples), so
+it would never get a reward. Three solved problems before each question, as shared turns, show it
+the form of an answer (`#### 18`): 0.61 of its samples then have the form, and 0.016 are right. In
+half an hour on two cores (34 iterations, bf16), all samples got it. Of 200 held-out problems, 0.030
+were right before, 0.055 after 16 iterations, and 0.035 after 32: no more than chance.
 """
 
 from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments

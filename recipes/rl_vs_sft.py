@@ -28,9 +28,9 @@ is RL or SFT with other settings; one of RL needs as many FLOPs as RL, or all ar
 its end. Five seeds tell arms of a tiny model apart; with --model there is one seed unless you ask
 for more, and --plan says what five would take.
 
-The settings for GSM8K are those of the experiment as far as they are known: learning rates, batch
-of SFT and questions of an iteration are ours. 420 iterations are one pass over the questions. They
-have not been run. Ctrl-C whenever you like; the same command continues.
+The settings for GSM8K are the known ones of the experiment; learning rates, batch of SFT and
+questions per iteration are ours. 420 iterations are one pass over the questions. They have not been
+run. Press Ctrl-C at any time; the same command continues.
 """
 
 import argparse

@@ -250,7 +250,7 @@ def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.M
         run("spelling", monkeypatch, "--check", "--run", str(tmp_path), *wrong)
     for text in (
         "nproc_per_node is 0",
-        "lr is given no value",
+        "lr has no value",
         "--overfit is 0",
         "mean 'iterations'?",
         "{'max_num_seqs': …}",
@@ -285,7 +285,7 @@ def test_absent_data_are_named_with_the_other_mistakes(
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("gsm8k", ["--data", "/not/there"], ["/not/there: no such file or folder"]),
+        ("gsm8k", ["--data", "/not/there"], ["/not/there is neither a file"]),
         (
             "spelling",
             ["--model", "/not/there", "--set", "max_token=9", "tasks_per_iteration=10000"],
@@ -428,17 +428,17 @@ def test_overfit_is_a_setting_with_a_shortcut(
         (
             ["--iterations", "9"],
             "iterations=8",
-            "--iterations is 9, and --set says iterations=8; leave one out",
+            "--iterations is 9, but --set sets iterations=8; leave one out",
         ),
         (
             ["--cluster", "auto"],
             "cluster=h:1",
-            "--cluster is auto, and --set says cluster=h:1; leave one out",
+            "--cluster is auto, but --set sets cluster=h:1; leave one out",
         ),
-        ([], "seed=3", "--set seed=3: write --seed instead, as the recipe itself uses it, too"),
-        (["--model", "tiny"], "model=m", "--model is tiny, and --set says model=m; leave one out"),
+        ([], "seed=3", "--set seed=3: write --seed instead, because the recipe uses it, too"),
+        (["--model", "tiny"], "model=m", "--model is tiny, but --set sets model=m; leave one out"),
         ([], "model=tiny", None),
-        ([], "run=r", "--set run=r: write --run instead, as the recipe itself uses it, too"),
+        ([], "run=r", "--set run=r: write --run instead, because the recipe uses it, too"),
         (["--seed", "3"], "seed=3", None),
         ([], "iterations=8", None),
     ],

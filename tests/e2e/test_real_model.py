@@ -27,11 +27,12 @@ from ttrl.data.chat.templates import tokenize_chat, tokenize_completion
 from ttrl.errors import ModelFolderError, WeightSyncError
 from ttrl.monitoring.findings import findings
 from ttrl.ready_models import ready_model
+from ttrl.records import Canary
 from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.files import read_jsonl
 from ttrl.weights import sync
-from ttrl.weights.canary import Canary, check_canary
+from ttrl.weights.canary import check_canary
 from ttrl.weights.sync import sync_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400), pytest.mark.usefixtures("one_thread")]
@@ -260,7 +261,7 @@ def test_other_weights_are_refused(server, checkpoints, folder, fault, shows):
     tests/weights/test_sync.py.
     """
     (folder / "fault.json").write_text(json.dumps(fault))
-    with pytest.raises(WeightSyncError, match="what the server holds differs"):
+    with pytest.raises(WeightSyncError, match="the server's weights differ"):
         sync_weights(server, checkpoints[1])
     assert server.open_version() is None
     assert check_canary(server, Canary.load(checkpoints[1])).passed is not shows
@@ -276,7 +277,7 @@ def test_a_prefix_cache_that_was_not_emptied_is_refused(server, checkpoints, mon
     sync_weights(server, checkpoints[0])
     monkeypatch.setattr(sync, "reset_prefix_cache", lambda server: None)
     with pytest.raises(
-        WeightSyncError, match="256 of the canary's 257 tokens came from the prefix cache"
+        WeightSyncError, match="256 of the canary's 257 tokens came from the emptied prefix cache"
     ):
         sync_weights(server, checkpoints[0])
     assert server.open_version() is None

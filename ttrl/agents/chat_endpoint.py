@@ -9,11 +9,11 @@ from aiohttp import web
 
 from ttrl.agents.request_parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
-from ttrl.messages import Message, messages_without_nulls, part_that_is_no_text
+from ttrl.messages import JsonObject, Message, messages_without_nulls, part_that_is_no_text
 from ttrl.text import short
 
 FREE = frozenset({"messages", "max_completion_tokens"})
-NEUTRAL: dict[str, Any] = {}
+NEUTRAL: JsonObject = {}
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")
 
 
@@ -31,7 +31,9 @@ def read(body: Mapping[str, Any]) -> Asked:
     for number, message in enumerate(given):
         found = part_that_is_no_text(message.get("content"))
         if found is not None:
-            raise UserError(f"messages[{number}] holds {found}; the policy is trained on text")
+            raise UserError(
+                f"messages[{number}] holds {found}; send text only: the policy trains on text"
+            )
         if message.get("role") == "prompt":
             raise UserError(
                 f"messages[{number}] has the role 'prompt'; send prompts to /v1/completions"
@@ -62,7 +64,7 @@ def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Respon
     calls = message.get("tool_calls")
     if calls:
         delta["tool_calls"] = [{**call, "index": number} for number, call in enumerate(calls)]
-    chunks: list[dict[str, Any]] = [
+    chunks: list[JsonObject] = [
         {"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}]},
     ]

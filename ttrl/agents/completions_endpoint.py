@@ -10,12 +10,12 @@ from aiohttp import web
 from ttrl.agents.chat_endpoint import finish_reason
 from ttrl.agents.request_parameters import MODEL, Asked, events
 from ttrl.errors import UserError
-from ttrl.messages import Message
+from ttrl.messages import JsonObject, Message
 from ttrl.records import PROMPT
 from ttrl.text import short
 
 FREE = frozenset({"prompt"})
-NEUTRAL: dict[str, Any] = {"best_of": 1, "echo": False, "suffix": ""}
+NEUTRAL: JsonObject = {"best_of": 1, "echo": False, "suffix": ""}
 
 
 def read(body: Mapping[str, Any]) -> Asked:
@@ -28,13 +28,13 @@ def read(body: Mapping[str, Any]) -> Asked:
         or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
     ):
         raise UserError(
-            f"prompt is {short(prompt, 60)}; give one prompt, a text or a list of token ids"
+            f"prompt is {short(prompt, 60)}; give one prompt: a text or a list of token ids"
         )
     logprobs = body.get("logprobs")
     if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= 1):
         raise UserError(
-            f"logprobs is {short(logprobs, 60)}; a session gives those of the generated tokens "
-            "alone: 0 or 1"
+            f"logprobs is {short(logprobs, 60)}; set it to 0 or 1: a session returns only those of "
+            "the generated tokens"
         )
     limit = body.get("max_tokens")
     return Asked(
@@ -53,14 +53,15 @@ def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Respon
         "created": int(time.time()),
         "model": MODEL,
     }
-    logprobs: dict[str, Any] | None = None
+    logprobs: dict[str, list[Any]] | None = None
     if body.get("logprobs") is not None and choice.logprobs is not None:
         entries = choice.logprobs.content
         logprobs = {
             "tokens": [entry.token for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [],
+            "text_offset": [],
         }
-        logprobs |= {"top_logprobs": [], "text_offset": []}
     one = {
         "index": 0,
         "text": message["content"],

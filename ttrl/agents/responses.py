@@ -15,7 +15,7 @@ from aiohttp import web
 
 from ttrl.agents.request_parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
-from ttrl.messages import Message, Tool
+from ttrl.messages import JsonObject, Message, Tool
 from ttrl.text import short
 
 # fmt: off
@@ -24,7 +24,7 @@ FREE = frozenset([
     "max_tool_calls",
 ])
 # fmt: on
-NEUTRAL: dict[str, Any] = {
+NEUTRAL: JsonObject = {
     "background": False,
     "text": {"format": {"type": "text"}},
     "reasoning": {},
@@ -42,7 +42,7 @@ def read(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> Asked
     instructions = body.get("instructions")
     if previous is not None and previous not in earlier:
         raise UserError(
-            f"previous_response_id is {short(previous, 60)}, which is no response of this session"
+            f"previous_response_id is {short(previous, 60)}, but this session has no such response"
         )
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -88,7 +88,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
                 )
         else:
             raise UserError(
-                f"input[{number}] is of type {short(kind, 60)}; a session knows messages, "
+                f"input[{number}] is of type {short(kind, 60)}; a session accepts messages, "
                 "reasoning and function calls"
             )
     return messages
@@ -109,8 +109,8 @@ def _text(content: Any, number: int) -> str:
             kind = type(part).__name__
         if kind not in (*_TEXT, "reasoning_text", "summary_text"):
             raise UserError(
-                f"input[{number}] holds a part of type {short(kind, 60)}; the policy is trained "
-                "on text alone"
+                f"input[{number}] has a part of type {short(kind, 60)}; send text only: the policy "
+                "trains on text"
             )
         texts.append(part.get("text") or part.get("refusal") or "")
     return "".join(texts)
@@ -120,8 +120,7 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
     """Return a function in the format of chat completions."""
     if tool.get("type") != "function":
         raise UserError(
-            f"tools holds one of type {short(tool.get('type'), 60)}; a session knows functions "
-            "alone"
+            f"tools has one of type {short(tool.get('type'), 60)}; a session accepts only functions"
         )
     kept = {
         name: tool[name]
@@ -136,7 +135,7 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
 
 def answer(
     body: Mapping[str, Any], message: Message, choice: Any, response_id: str
-) -> tuple[dict[str, Any], web.Response]:
+) -> tuple[JsonObject, web.Response]:
     """Return a response in the API's format, and the HTTP answer: the response or its stream."""
     output = _items(message)
     is_cut = choice.finish_reason == "length"
@@ -146,7 +145,7 @@ def answer(
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens_details": {"reasoning_tokens": 0},
     }
-    begun: dict[str, Any] = {
+    begun = {
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
@@ -189,8 +188,8 @@ def answer(
     )
 
 
-def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
+def _items(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    items: list[Mapping[str, Any]] = []
     content = message.get("content")
     calls = message.get("tool_calls") or []
     reasoning = message.get("reasoning") or message.get("reasoning_content")
@@ -198,7 +197,7 @@ def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         said = {"summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]}
         items.append({"type": "reasoning", "id": _id("rs"), "status": "completed", **said})
     if content or not calls:
-        text: dict[str, Any] = {
+        text: JsonObject = {
             "type": "output_text",
             "text": content or "",
             "annotations": [],
@@ -220,7 +219,7 @@ def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return items
 
 
-def _events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _events(index: int, item: Mapping[str, Any]) -> Iterator[JsonObject]:
     """Yield the events of a complete item."""
     place = {"item_id": item["id"], "output_index": index}
     if item["type"] == "function_call":
@@ -248,11 +247,9 @@ def _events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
             kind = "response.output_text"
         for number, part in enumerate(item["content"]):
             here = {**place, "content_index": number}
-            more: dict[str, Any]
+            more: dict[str, list[object]] = {}
             if kind == "response.output_text":
                 more = {"logprobs": []}
-            else:
-                more = {}
             yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
             yield {"type": f"{kind}.delta", **here, "delta": part["text"], **more}
             yield {"type": f"{kind}.done", **here, "text": part["text"], **more}

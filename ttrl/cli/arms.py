@@ -105,9 +105,15 @@ def arm_options(parser: argparse.ArgumentParser) -> None:
     seeds = f"how many, from --seed on (1 with --model, else {_SEEDS})"
     parser.add_argument("--seeds", type=int, help=seeds)
     parser.add_argument(
-        "--points", type=int, default=2, help="how often SFT is asked the held-out tasks (2)"
+        "--seeds", type=int, default=5, help="number of seeds, counted from --seed (default: 5)"
     )
-    families = 'held-out sets that are asked at the end, as in `ttrl eval --tasks` ("": none)'
+    parser.add_argument(
+        "--points",
+        type=int,
+        default=2,
+        help="number of SFT checkpoints to evaluate on the held-out tasks (default: 2)",
+    )
+    families = 'held-out sets for the end, as in `ttrl eval --tasks` ("": none)'
     parser.add_argument("--sets", metavar="LIST", help=families)
     parser.add_argument("--sets-n", type=int, metavar="N", help="at most so many tasks of each set")
     own = "settings of SFT: lr=1e-5 batch_size=32; without lr, held-out loss chooses among three"
@@ -348,7 +354,7 @@ def _served(config: TrainConfig, hardware: Hardware) -> TrainConfig:
 
 def _ask_sets(checkpoint: Path, sets: Sets, how: Mapping[str, Any], path: Path) -> None:
     """Ask a policy the further held-out sets, once."""
-    if sets and not (path.exists() and read_result(path)["complete"]):
+    if sets and not (path.exists() and read_result(path).complete):
         evaluate(str(checkpoint), sets, output=path, pbar=False, **how)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from ttrl.cli.doctor import MARKS
 from ttrl.errors import TtrlError, UserError
-from ttrl.facts import MetricsRow, number
+from ttrl.facts import MetricsRow, numbers
 from ttrl.loop.environment import describe_environment
 from ttrl.report.conversations import template
 from ttrl.report.page import css
@@ -42,8 +42,8 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
     """
     if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(
-            f"--out {out}: {out.absolute().parent} is not a folder that can be written to; make "
-            "it, or name another"
+            f"--out {out}: cannot write to the folder {out.absolute().parent}; create it, or "
+            "choose another"
         )
     began = time.monotonic()
     machine = describe_environment()
@@ -66,11 +66,11 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
             out.with_suffix(".html"),
             template("certificate.html").render(css=css(), mark=_mark, **content),
         )
-        say(f"\n{line}\n{out.with_suffix('.html')} and .json can be attached to a bug report")
+        say(f"\n{line}\nAttach {out.with_suffix('.html')} and .json to a bug report.")
     return not any(case["passed"] is False for case in cases)
 
 
-def _case(part: str, case: str, passed: bool | None, found: str, since: float) -> dict[str, Any]:
+def _case(part: str, case: str, passed: bool | None, found: str, since: float) -> Case:
     return {
         "part": part,
         "case": case,
@@ -107,7 +107,7 @@ def numerics(
                 how = f"ended with exit code {code}"
             last = " / ".join(errors.read().strip().splitlines()[-3:])
             yield _said(
-                _case("numerics", "the process that tries them", False, f"{how}: {last}", began),
+                _case("numerics", "the process of the trials", False, f"{how}: {last}", began),
                 say,
             )
 
@@ -165,7 +165,7 @@ def _run(folder: Path, processes: int) -> Iterator[Case]:
 
 def judge(rows: list[MetricsRow], name: str, began: float) -> Iterator[Case]:
     """Yield whether a run's metrics show learning, and every policy's arrival in the server."""
-    shares = [share for row in rows if (share := number(row.held_out("exact"))) is not None]
+    shares = numbers(row.held_out("exact") for row in rows)
     seconds = [row.seconds for row in rows[1:]]
     phases = {
         "sample": sum(one.sample or 0.0 for one in seconds),

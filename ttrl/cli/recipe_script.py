@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrl.cli.plan_command import PlanOptions
 from ttrl.cli.settings import settings_in, with_settings
+from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, TaskError, TtrlError, UserError
 from ttrl.launch.tune import tune
@@ -73,13 +74,18 @@ def script_arguments(
     by --set; `options` adds more. Raises ConfigError if --set contradicts another option.
 
     `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
+
+        arguments = script_arguments("Sums.", run="runs/sums", iterations=20, model="smollm2-135m")
+        print(arguments.run, arguments.model, arguments.iterations)
     """
     speak_in_lines()
     errors_in_lines(TtrlError, KeyboardInterrupt)
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", type=Path, default=Path(run), help=f"the run folder ({run})")
+    parser.add_argument(
+        "--run", type=Path, default=Path(run), help=f"the run folder (default: {run})"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--iterations", type=int, default=iterations, help=f"at most ({iterations})"
@@ -92,7 +98,9 @@ def script_arguments(
         metavar="ADDRESS",
         help="run on a Ray cluster: auto, HOST:PORT or ray://HOST:PORT",
     )
-    parser.add_argument("--nproc-per-node", type=int, help="trainer processes: one for each GPU")
+    parser.add_argument(
+        "--nproc-per-node", type=int, help="trainer processes (default: one per GPU)"
+    )
     if model is not None:
         shown = model or "a tiny one, made and warmed up first"
         parser.add_argument(
@@ -120,18 +128,19 @@ def script_arguments(
         parser.add_argument(
             "--preset",
             choices=presets,
-            help="with the settings of an experiment; see docs/reference/families.md",
+            help="use the settings of an experiment; see docs/reference/families.md",
         )
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others
     )
     parser.add_argument(
-        "--check", action="store_true", help="make the tasks and check the settings; run nothing"
+        "--check", action="store_true", help="make the tasks and check the settings, without a run"
     )
-    how = "say what the run will take, by a short run; `ttrl plan SCRIPT` needs none"
-    reading: dict[str, Any] = {"nargs": "?", "const": _PROBED, "type": PlanOptions.parse}
-    parser.add_argument("--plan", **reading, metavar="", help=how)
+    how = "plan the run by a short one; `ttrl plan SCRIPT` plans without"
+    parser.add_argument(
+        "--plan", nargs="?", const=_PROBED, type=PlanOptions.parse, metavar="", help=how
+    )
     if options is not None:
         options(parser)
     arguments = parser.parse_args()
@@ -176,10 +185,12 @@ def _contradictions(
         if str(own) == str(given[name]):
             continue
         if name in _BY_OPTION:
-            why = "the recipe itself uses it, too"
-            found.append(f"--set {_written(name, given[name])}: write {option} instead, as {why}")
+            why = "the recipe uses it, too"
+            found.append(
+                f"--set {_written(name, given[name])}: write {option} instead, because {why}"
+            )
         elif name in _ALSO_OPTIONS and own != parser.get_default(name):
-            both = f"{option} is {own}, and --set says {_written(name, given[name])}"
+            both = f"{option} is {own}, but --set sets {_written(name, given[name])}"
             found.append(f"{both}; leave one out")
     if not found:
         return []
@@ -313,6 +324,20 @@ def run_recipe(
     """Train; return `what` of the held-out tasks before and after, and the place of the results.
 
     With --check, only check; with --tiny, try the recipe out. Raises the errors of `train`.
+
+        def task(number: int) -> Task:
+            question = f"What is {number} + 1? Answer with the number."
+            return Task(
+                [{"role": "user", "content": question}],
+                lambda choice: float(choice.message.content == str(number + 1)),
+            )
+
+        arguments = script_arguments("Sums.", run="runs/sums", iterations=20, model="smollm2-135m")
+        config = TrainConfig(
+            run=arguments.run, model=arguments.model, iterations=arguments.iterations, max_tokens=16
+        )
+        tasks = [task(number) for number in range(100)]
+        print(run_recipe(arguments, config, tasks[:84], tasks[84:], what="right sums"))
     """
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(
@@ -333,7 +358,8 @@ def run_recipe(
             return asked.text(rough_plan(arguments, config, tasks, validation_tasks))
         if not tasks or not validation_tasks:
             raise UserError(
-                f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?"
+                f"{len(tasks)} tasks and {len(validation_tasks)} held out: the data is too small; "
+                "give more"
             )
         longest = max(_prompt_size(task) for task in tasks)
         prompts = f"the longest prompt has {longest:,} bytes"
@@ -360,7 +386,7 @@ def run_recipe(
         change = "not known after"
     iterations = metrics[-1].iteration
     if getattr(arguments, "tiny", False):
-        tried = "tried out, with chance added to the rewards of training\n"
+        tried = "tried out, with random rewards added for training\n"
     else:
         tried = ""
     if config.overfit is not None:
@@ -407,15 +433,12 @@ def _tiny(
             folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT
         )
     training = {**config.recipe_settings, "rows_per_microbatch": 1}
-    small: dict[str, Any] = {
-        "tasks_per_iteration": _TINY_TASKS,
-        "samples_per_task": 4,
-        "max_tokens": _TINY_TOKENS,
-        "seq_len": _TINY_CONTEXT,
-    }
     config = dataclasses.replace(
         config,
-        **small,
+        tasks_per_iteration=_TINY_TASKS,
+        samples_per_task=4,
+        max_tokens=_TINY_TOKENS,
+        seq_len=_TINY_CONTEXT,
         model=str(folder),
         iterations=min(config.iterations, 1),
         training=training,

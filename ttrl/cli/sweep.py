@@ -18,10 +18,10 @@
 Further options go to all of the runs: `ttrl sweep FILE --data PATH --overfit 8`. Runs side by side
 write their output to RUNS/NAME.log.
 
-A run is finished when its script has ended well. RUNS/sweep.json keeps a digest of the command of
-each finished run (the command may hold a secret), so the same `ttrl sweep` continues where it was
-interrupted, within a run too, and makes only what was added to the file. A run that fails does not
-end the others.
+A run is finished when its script has ended without an error. RUNS/sweep.json keeps a digest of
+each finished run's command (the command may hold a secret). The same `ttrl sweep` thus
+continues after an interruption, even within a run, and runs only the additions to the file. After a
+failed run, the others continue.
 """
 
 import argparse
@@ -102,7 +102,8 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise UserError(
-            f"{path} is no mapping; it needs recipe, runs, and arms or grid (`ttrl sweep --help`)"
+            f"{path} is not a mapping; it needs recipe, runs, and arms or grid (`ttrl sweep "
+            "--help`)"
         )
     kinds = {
         "recipe": str,
@@ -115,7 +116,7 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
         "gpus": int,
     }
     found = [
-        f"unknown key {name!r}; there are {', '.join(kinds)}"
+        f"unknown key {name!r}; choose one of {', '.join(kinds)}"
         for name in values
         if name not in kinds
     ]
@@ -137,14 +138,14 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
             if type(one) is not dict
         ]
         found += [
-            f"seeds: {one!r} is no whole number"
+            f"seeds: {one!r} is not a whole number"
             for one in values.get("seeds", [])
             if type(one) is not int
         ]
         recipe = values["recipe"]
         values["recipe"] = str(recipes().get(recipe.replace("-", "_"), recipe))
         if not Path(values["recipe"]).is_file():
-            found.append(f"recipe: there is no file or recipe {recipe}")
+            found.append(f"recipe: no file and no recipe is called {recipe}")
         found += (
             []
             if values.get("by", "flops") in _BY
@@ -157,7 +158,7 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
     given = [*values.get("arguments", []), *others]
     sweep = Sweep(**{**values, "arguments": [str(one) for one in given]})
     if len(sweep.commands()) < 2:
-        raise UserError(f"{path}: that is a single run; give arms, a grid or seeds")
+        raise UserError(f"{path} defines a single run; give arms, a grid or seeds")
     return sweep
 
 
@@ -203,9 +204,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         print(comparison.write_html(runs / "compare.html"))
     if failed:
         print(
-            f"ttrl sweep: {len(failed)} of {len(commands)} runs failed, and are tried again by "
-            "the same command: "
-            f"{'; '.join(failed)}",
+            f"ttrl sweep: {len(failed)} of {len(commands)} runs failed; the same command tries "
+            f"them again: {'; '.join(failed)}",
             file=sys.stderr,
         )
     if failed:
@@ -283,16 +283,14 @@ def _digest(command: list[str]) -> str:
 
 def _finished(path: Path) -> dict[str, str | list[str]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return dict(read_object(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} is damaged: {error}; without it, each run says itself that it is finished"
+            f"{path} is damaged: {error}; remove it: each run's folder also shows whether it is "
+            "finished"
         ) from error
-    if isinstance(found, Mapping):
-        return dict(found)
-    return {}
 
 
 def _plain(value: Any) -> str:

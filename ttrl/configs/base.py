@@ -42,7 +42,7 @@ def settings(cls: type[_C]) -> type[_C]:
             if name not in own and not (name in made.gone and value is None)
         }
         alone = [
-            f"{value!r} stands alone; settings are given by name, such as {next(iter(own))}=…"
+            f"{value!r} has no name; write settings by name, such as {next(iter(own))}=…"
             for value in unnamed
         ]
         if (
@@ -74,7 +74,7 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) in (dict, Mapping):
         return "a mapping with names as keys"
     if typing.get_origin(kind) in (list, tuple, Sequence):
-        return "a list of which each is " + _describe(typing.get_args(kind)[0])
+        return "a list with each item " + _describe(typing.get_args(kind)[0])
     if typing.get_origin(kind) is os.PathLike:
         return "a path"
     known = {
@@ -138,12 +138,15 @@ def absent_folder(model: str) -> list[str]:
 
 
 @functools.cache
-def _kinds(cls: type) -> dict[str, Any]:
+def _kinds(cls: type) -> Mapping[str, Any]:
     """Return the types of a config's fields. A run asks for them dozens of times in an iteration,
     milliseconds each time.
     """
     return typing.get_type_hints(cls)
 
+
+Settings: typing.TypeAlias = Mapping[str, Any]
+"""Settings by name, as a config file holds them."""
 
 # Stand-ins for wrong required values, to check the others.
 _STAND_INS: dict[Any, Any] = {str: "", int: 1, float: 1.0}
@@ -154,7 +157,7 @@ class Config:
     """Base of the config dataclasses. Subclasses list what else can be wrong in `problems`."""
 
     _given: typing.ClassVar[tuple[str, ...]] = ()
-    _unknown: typing.ClassVar[dict[str, Any]] = {}
+    _unknown: typing.ClassVar[Settings] = {}
     _is_part: typing.ClassVar[bool] = False
     """Whether its constructor leaves misspelt names to the config that it is a part of, which names
     all mistakes at once.
@@ -192,7 +195,7 @@ class Config:
         return None
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], where: str) -> Self:
+    def parse(cls, values: Settings, where: str) -> Self:
         """Make a config from plain values. Raises ConfigError with every problem: unknown and
         missing keys, types, ranges.
         """
@@ -202,7 +205,7 @@ class Config:
         return config
 
     @classmethod
-    def examine(cls, values: Mapping[str, Any]) -> tuple[Self, list[str]]:
+    def examine(cls, values: Settings) -> tuple[Self, list[str]]:
         """Return a config with defaults for wrong values, and every problem, one line each."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         itself: Any = cls  # mypy takes it for one of its configs, and those have no hash
@@ -220,7 +223,7 @@ class Config:
                 if len(fields) <= 20:
                     listed = f"known keys: {', '.join(fields)}"
                 else:
-                    listed = "`ttrl config` lists all that there are"
+                    listed = "`ttrl config` lists all"
                 hint = (
                     listed
                     if near is None
@@ -253,9 +256,9 @@ class Config:
         """Examine a config made in Python, like `examine` its plain values."""
         return self.examine(self._values())
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> Settings:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return own | self._unknown
+        return {**own, **self._unknown}
 
     def at_least(self, minimum: float, *names: str) -> list[str]:
         """Return a problem for each value below `minimum`; None passes, here and in the next
@@ -301,11 +304,12 @@ class Config:
             name: field.default_factory() if callable(field.default_factory) else field.default
             for name, field in own.items()
         }
-        return {
+        given = {
             name: value
             for name, value in self.to_dict().items()
             if name in named or value != plain[name]
-        } | self._unknown
+        }
+        return given | dict(self._unknown)
 
 
 HIDDEN = "***"

@@ -17,7 +17,7 @@ _OLDER_NAMES = {
 }
 
 
-def model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def model_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of a config.json's text part, under the names of today: GPT-2 has older
     ones.
     """
@@ -53,7 +53,7 @@ class Values:
         if isinstance(value, list | tuple) and value and len(set(value)) == 1:
             value = value[0]  # one for each layer, all alike
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            wanted = f"a whole number from {least} on is needed to count parameters"
+            wanted = f"counting parameters needs a whole number of at least {least}"
             raise ModelFolderError(f"config.json: {' or '.join(names)} is {value!r}; {wanted}")
         return value
 

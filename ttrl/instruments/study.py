@@ -130,7 +130,7 @@ def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | 
     path = checkpoint.parent / "grpo.yaml"
     if not path.is_file():
         raise RunFolderError(
-            f"{path} is not there; give the checkpoint of an iteration that was trained, such as "
+            f"no checkpoint {path}; give that of a trained iteration, such as "
             "runs/NAME/iterations/0007/checkpoint"
         )
     values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -140,9 +140,8 @@ def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | 
         if value is not None and not Path(value).exists():
             raise RunFolderError(
                 f"{name} of {path} is gone: {value}; a run keeps the states of its last two "
-                "iterations, and the checkpoints that "
-                "keep_checkpoints says: study one of those, from the folder that the run was "
-                "started in"
+                "iterations and keep_checkpoints checkpoints. Study one of those, and start in "
+                "the run's working directory"
             )
     problems = []
     plain = config.optimizer == "adamw" and config.tensor_parallel == 1

@@ -46,7 +46,10 @@ def study_run(
     gone: list[int] = []
     unmoved: list[int] = []
     computed: dict[str, Any] = {}
-    why: UserError = RunFolderError(f"{run} has no iteration that was trained")
+    why: UserError = RunFolderError(
+        f"{run} has no trained iteration; start the run again, and study it after the first "
+        "training step"
+    )
     for number, checkpoint in _iterations(Path(run)):
         update = 1
         updates = 1
@@ -99,10 +102,9 @@ def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 HEADING = (
-    "How each optimizer step changed the entropy of whole answers: how far the policy is from "
-    "always answering the same. A change below 0 makes answers more alike. Measured on answers "
-    "that "
-    "the step was not made of, and predicted from the gradient (first order) and its curvature "
+    "The change of the entropy of whole answers by each optimizer step. At an entropy of 0, the "
+    "policy always gives the same answer; a change below 0 makes answers more alike. Measured on "
+    "answers outside of the step, and predicted from the gradient (first order) and its curvature "
     "(with second)."
 )
 """The heading of the rows."""
@@ -130,18 +132,18 @@ def _pairs(row: Mapping[str, Any]) -> list[tuple[float, float]]:
 def last_words(found: Mapping[str, Any]) -> str:
     """Describe the computation, and how often the first order had the right sign."""
     text = _course(found["steps"]) + "\n" + how_computed(found) + "\n"
-    text += f"The first order has the sign of what was measured in {found['right']} of "
+    text += f"The first order has the measured sign in {found['right']} of "
     text += f"{len(found['steps'])} steps; in {found['linear_right']} of the {found['linear']} "
-    text += "whose second order is at most half of the first."
+    text += "with a second order of at most half the first."
     if found["gone"]:
         which = ", ".join(map(str, found["gone"]))
         text += (
-            f"\nNot there any more: what iterations {which} started from (keep_checkpoints says "
-            "how many a run keeps)."
+            f"\nGone: the starting checkpoints of iterations {which} (keep_checkpoints sets how "
+            "many a run keeps)."
         )
     if found["unmoved"]:
         which = ", ".join(map(str, found["unmoved"]))
-        text += f"\nLeft out: steps of iterations {which} that moved nothing."
+        text += f"\nLeft out: steps of iterations {which}, which moved nothing."
     return text
 
 
@@ -186,8 +188,8 @@ def draw_noise(rows: Sequence[MetricsRow], path: Path) -> Path:
     highs = [_plotted(one.high) for one in noise]
     above.plot(x, scales, label="noise scale")
     above.fill_between(x, lows, highs, alpha=0.2, label="95% interval")
-    above.plot(x, [_plotted(one.prompts) for one in noise], "--", label="prompts of a step")
-    above.set(yscale="log", ylabel="prompts", title="the batch at which noise equals signal")
+    above.plot(x, [_plotted(one.prompts) for one in noise], "--", label="prompts per step")
+    above.set(yscale="log", ylabel="prompts", title="the batch with as much noise as signal")
     above.legend()
     below.plot(x, [_plotted(one.from_samples) for one in noise])
     below.xaxis.get_major_locator().set_params(integer=True)
@@ -227,8 +229,7 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
     above.set(
         ylim=(min(0.0, *seen) - room, max(0.0, *seen) + room),
         ylabel="change of entropy\nby the step, nats",
-        title="what each step does to the entropy\n(made of half of its answers, measured on "
-        "others)",
+        title="effect of each step on the entropy\n(made of half its answers, measured on others)",
     )
     above.legend()
     entropies = [(one["entropy"]["value"], one["entropy"]["error"]) for one in steps]

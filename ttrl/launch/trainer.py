@@ -8,7 +8,6 @@ own train.log while it trains. Any failure ends it, with the one-shot form's mes
 """
 
 import contextlib
-import json
 import secrets
 import shutil
 import tempfile
@@ -17,11 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ttrl.configs.machines import divided_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
+from ttrl.facts import SamplerTrainer, parse
 from ttrl.launch.nodes import PROGRESS_FILE
 from ttrl.launch.tune import (
     TrainerProcess,
@@ -31,11 +29,11 @@ from ttrl.launch.tune import (
     tune_command,
     write_recipe_config,
 )
+from ttrl.records import Handover
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
 from ttrl.system.gpus import visible_devices
 from ttrl.system.request_folder import LOOK_SECONDS, RequestFolder
-from ttrl.weights.source import Handover
 
 # Fixed when a process starts; any other setting may differ between requests.
 PROCESS_SETTINGS = ("device", "num_threads", "tensor_parallel", "cpu_offload")
@@ -74,12 +72,10 @@ class Trainer:
         self._private: tempfile.TemporaryDirectory[str] | None = None
         """Meeting place of its processes."""
         self._asked = 0
-        self._made_of: dict[str, Any] = {}
+        self._made_of: dict[str, object] = {}
         self._handed_over: tuple[int, Handover] | None = None
         self._is_writing = False
         self._holding: int | None = None
-        self.compared: dict[str, Any] | None = None
-        """Comparison of sampler and trainer in the last transfer, for train.jsonl."""
 
     def start(self, recipe_config: Mapping[str, Any]) -> None:
         """Start the resident process; it loads the model of `recipe_config` (its pack is not needed
@@ -129,7 +125,7 @@ class Trainer:
         while idle; the next `start` or `make_checkpoint` starts another. Does not wait.
         """
         if self._resident is not None:
-            self._check_runs("while nothing was asked of it", self._log)
+            self._check_runs("while it was idle", self._log)
 
     def make_checkpoint(self, number: int, recipe_config: Mapping[str, Any]) -> Path:
         """Train iteration `number`, or, for 0 without a pack, make the canary of the existing
@@ -181,9 +177,7 @@ class Trainer:
         self._holding = None
         process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
         if handover.exists():
-            said = json.loads(handover.read_text(encoding="utf-8"))
-            self.compared = said.get("compared")
-            self._handed_over = number, msgspec.convert(said, Handover)
+            self._handed_over = number, parse(Handover, handover.read_bytes())
             self._is_writing, self._holding = (
                 True,
                 None if recipe_config.get("save", True) else number,
@@ -229,6 +223,13 @@ class Trainer:
             return found[1]
         return None
 
+    @property
+    def compared(self) -> SamplerTrainer | None:
+        """Return the last transfer's comparison of sampler and trainer, for train.jsonl."""
+        if self._handed_over is None:
+            return None
+        return self._handed_over[1].compared
+
     def stop(self) -> None:
         """End the process at any point of its work. Harmless without one."""
         if self._resident is None:
@@ -265,8 +266,8 @@ class Trainer:
             ):
                 # Another start would not help.
                 raise TrainerError(
-                    f"not all of {self._config.nnodes} machines were there within "
-                    f"{self._config.join_timeout} s (join_timeout); "
-                    "each of them must reach the others at any port"
+                    f"fewer than {self._config.nnodes} machines joined within "
+                    f"{self._config.join_timeout} s (join_timeout); make sure that each can reach "
+                    "the others at any port"
                 ) from error
             raise

@@ -1,8 +1,8 @@
 """Plan a run with `plan(config, tasks)`; with `probe=True`, measure it in a short similar run."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
@@ -40,13 +40,23 @@ def plan(
     recipe_only: plan only the trainer, as for a config of `recipe_configs/`.
 
     Raises ConfigError, ModelFolderError, UserError; with `probe`, any error of a run.
+
+    >>> config = TrainConfig(run="runs/plan", model="Qwen/Qwen3-4B", iterations=100)
+    >>> planned = plan(config, gpu="8xH100", price_per_hour=20.0)
+    >>> planned.memory.peak < planned.machine.memory
+    True
     """
-    options: dict[str, Any] = {
-        "gpu": gpu,
-        "price_per_hour": price_per_hour,
-        "recipe_only": recipe_only,
-        "run": run,
-    }
+    planned = functools.partial(
+        make_plan,
+        config,
+        tasks,
+        validation_tasks,
+        assumptions=assumptions,
+        gpu=gpu,
+        price_per_hour=price_per_hour,
+        recipe_only=recipe_only,
+        run=run,
+    )
     if probe and (gpu is not None or recipe_only):
         raise UserError(
             "a probe measures whole iterations on this machine: leave out "
@@ -54,7 +64,7 @@ def plan(
         )
     if probe and (config.nnodes > 1 or config.joined_servers):
         raise UserError(
-            "a probe measures this machine alone: leave out nnodes and joined_servers, or plan "
+            "a probe measures only this machine: leave out nnodes and joined_servers, or plan "
             "without a probe"
         )
     config, tasks, validation_tasks = overfitted(config, tasks, validation_tasks)

@@ -54,7 +54,7 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.server.chat_template import read_chat_template
 from ttrl.server.model_folder import NO_HUB, hub_is_out_of_reach, stored_dtype
 from ttrl.system.console import note
-from ttrl.system.files import free_bytes
+from ttrl.system.files import free_bytes, read_object
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def make_plan(
         *(() if choices.problem is None else [choices.problem]),
         *(
             [
-                "the run's measured seconds do not count for this plan, which differs in "
+                "the plan ignores the run's measured seconds, because it differs in "
                 f"{', '.join(others[:6])}"
             ]
             if others
@@ -286,12 +286,11 @@ def check_trainable(model: str, *, experts: bool = False) -> None:
     config = read_config(file.parent if file.name == "config.json" else file)
     if experts and not has_experts(config.to_dict()):
         raise ModelFolderError(
-            f"{file}: the model has no experts, so router_replay has nothing to replay; leave it "
-            "out"
+            f"{file}: the model has no experts, so router_replay has no effect; leave it out"
         )
 
 
-def read_model_config(model: str) -> dict[str, Any]:
+def read_model_config(model: str) -> Mapping[str, Any]:
     """Read config.json of a model folder, its own path, or a name on the hub.
 
     Its dtype is the weights' own, if they are present. If the hub does not give the file, models
@@ -308,17 +307,13 @@ def read_model_config(model: str) -> dict[str, Any]:
         _say_published(model)
         return known
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_object(path)
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelFolderError(
-            f"{path} holds a {type(values).__name__}; a model's config.json holds an object"
-        )
     dtype = stored_dtype(path.parent)
     if dtype is None:
         return values
-    return values | {"dtype": dtype}
+    return {**values, "dtype": dtype}
 
 
 def config_file(model: str) -> Path:
@@ -331,8 +326,8 @@ def config_file(model: str) -> Path:
         return path
     if model.count("/") != 1 or model.startswith((".", "/")):
         raise ModelFolderError(
-            f"{model}: there is no model folder or config.json there, and it is not a name of "
-            "`ttrl models` or on the hub"
+            f"{model}: no model folder, no config.json, and not a name of `ttrl models` or on the "
+            "hub"
         )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -344,11 +339,9 @@ def config_file(model: str) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         why = NO_HUB if offline else error
         raise ModelFolderError(
-            f"{model}: not a model folder, and config.json could not be fetched from the hub: "
-            f"{why}. "
-            "Give a model folder; a plan needs no more than its config.json. `ttrl plan` knows "
-            "without "
-            f"the hub: {', '.join([*READY_MODELS, *_published()])}"
+            f"{model} is not a model folder, and its config.json could not be fetched from the "
+            f"hub: {why}. Give a model folder; for a plan, its config.json is enough. Without the "
+            f"hub, `ttrl plan` knows {', '.join([*READY_MODELS, *_published()])}"
         ) from error
 
 
@@ -363,13 +356,13 @@ def context_of(model: str) -> int | None:
     return None
 
 
-def published_config(model: str) -> dict[str, Any] | None:
+def published_config(model: str) -> Mapping[str, Any] | None:
     """Return the config of a model known without the hub; None for any other name."""
     return _published().get(model)
 
 
 @functools.cache
-def _published() -> dict[str, dict[str, Any]]:
+def _published() -> dict[str, Mapping[str, Any]]:
     """Read the configs of published models, by their names on the hub."""
     text = importlib.resources.files("ttrl.costs").joinpath("architectures.json").read_text("utf-8")
     return {name: config for config in json.loads(text).values() for name in config["hub"]}
@@ -391,10 +384,9 @@ def _not_known(model: Mapping[str, Any]) -> str:
     """Warn about a model counted as a family it may not belong to."""
     kind = model_settings(model).get("model_type")
     return (
-        f"the model type {kind!r} is not known to the planner: parameters, FLOPs and memory are "
-        "those of a plain dense "
-        "decoder of its width, without experts or recurrences; measure with --probe, or compare "
-        "with its files' sizes"
+        f"the planner does not know the model type {kind!r}: it counts parameters, FLOPs and "
+        "memory of a plain dense decoder of the same width, without experts or recurrences. "
+        "Measure with --probe, or compare with the sizes of its files"
     )
 
 
@@ -416,14 +408,12 @@ def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list
     """Return the differences between a plan and the measured run, among settings with effect on
     seconds.
     """
-    if run is not None:
-        before = RunFolder(run).config()
-    else:
-        before = {}
+    before = {} if run is None else RunFolder(run).config()
     if not before:
         return []
-    before["model"] = str(ready_model(str(before.get("model"))) or before.get("model"))
-    changed = changes(TrainConfig.defaults() | before, config.to_dict())
+    model = str(ready_model(str(before.get("model"))) or before.get("model"))
+    settings = {**TrainConfig.defaults(), **before, "model": model}
+    changed = changes(settings, config.to_dict())
     return (["gpu"] if gpu is not None else []) + [
         name for name in changed if name not in _NO_SECONDS
     ]
@@ -478,7 +468,7 @@ def _tokenizer_of(config: TrainConfig) -> Any:
             config.model, local_files_only=hub_is_out_of_reach()
         )
     except (OSError, ValueError):
-        assumed = "lengths of prompts are assumed, not counted in the tasks"
+        assumed = "prompt lengths are assumed, not counted in the tasks"
         note(f"{config.model} has no tokenizer here; {assumed}")
         return None
     if config.chat_template is not None:
@@ -492,8 +482,7 @@ def _task_counts(run: Path | None) -> dict[str, int]:
         return {}
     try:
         return {
-            name: int(entry["count"])
-            for name, entry in json.loads((run / "tasks.json").read_text()).items()
+            name: int(entry["count"]) for name, entry in read_object(run / "tasks.json").items()
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}

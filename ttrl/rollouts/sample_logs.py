@@ -69,8 +69,7 @@ class SampleLogs:
         except OSError as error:
             if not self.num_failed:
                 logger.warning(
-                    "sample logs: could not write %s: %s; sampling goes on without the logs that "
-                    "cannot be written",
+                    "sample logs: could not write %s: %s; sampling continues without them",
                     path,
                     error.__cause__ or error,
                 )
@@ -183,7 +182,7 @@ def _turns(sample: Sample) -> list[str]:
                 _title(
                     f"turn {number}: another conversation"
                     if turn.follows is None
-                    else f"turn {number}: goes on elsewhere"
+                    else f"turn {number}: continues elsewhere"
                 )
             )
         messages += turn.messages
@@ -195,7 +194,8 @@ def _turns(sample: Sample) -> list[str]:
             else []
         )
         for name in ("reasoning", "reasoning_content"):
-            if isinstance(thought := turn.reply.get(name), str):
+            thought = turn.reply.get(name)
+            if isinstance(thought, str):
                 parts.append(f"{_title(f'turn {number}: {name}')}\n{thought}")
         title = _title(f"turn {number}: answer ({', '.join(about)})")
         parts.append(f"{title}\n{_message(turn.reply)}")
@@ -268,7 +268,8 @@ def _part(part: Any) -> str:
     """Return one part of a list message: text unchanged, all others by kind and address."""
     if not isinstance(part, Mapping):
         return str(part)
-    if isinstance(text := part.get("text"), str):
+    text = part.get("text")
+    if isinstance(text, str):
         return text
     kind = str(part.get("type", "part"))
     inner = part.get(kind)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.errors import TaskError, UserError, describe
+from ttrl.messages import JsonObject
 from ttrl.records import TaskResult
 from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
 from ttrl.rollouts.client.assembly import STOPPED_EARLY
@@ -27,6 +28,7 @@ from ttrl.rollouts.sample_logs import SampleLogs
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.servers import Servers, Size
 from ttrl.tasks.task import Task
+from ttrl.text import present
 
 logger = logging.getLogger(__name__)
 
@@ -142,20 +144,19 @@ class Sampling:
         check_continuable(self.chat_request)
         if not all(isinstance(result, TaskResult) for result in self.kept):
             raise UserError(
-                "unfinished holds something else than TaskResult; give the `unfinished` of an "
+                "unfinished holds something other than TaskResult; give the `unfinished` of an "
                 "earlier call"
             )
         wrong = [result for result in self.kept if len(result.samples) != self.request.n]
         if wrong:
             raise UserError(
-                f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, n "
-                f"is {self.request.n}; give the n of the "
-                "call that began them"
+                f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, but n "
+                f"is {self.request.n}; give the n of the earlier call"
             )
         if not self.request.token_ids:
             raise UserError(
-                "token_budget and unfinished need token ids: completions are continued from "
-                "them; set token_ids=True"
+                "token_budget and unfinished need token ids to continue completions; set "
+                "token_ids=True"
             )
 
     @contextlib.asynccontextmanager
@@ -181,9 +182,9 @@ class Sampling:
         """Return the task. Raises TaskError if this call cannot sample it."""
         if task.rollout is not None and (self.budget is not None or self.kept):
             raise TaskError(
-                f"task {task.id!r} has a rollout, which cannot be cut off by a token budget and "
-                "continued later; leave "
-                "token_budget and unfinished out, or give the task no rollout"
+                f"task {task.id!r} has a rollout, and a token budget cannot cut off a rollout and "
+                "continue it later; leave token_budget and unfinished out, or give the task no "
+                "rollout"
             )
         return task
 
@@ -213,19 +214,18 @@ class Sampling:
         for position, (kept, task) in enumerate(zip(self.kept, tasks, strict=False)):
             if (kept.task_id, kept.messages) != (task.id, task.messages):
                 raise UserError(
-                    f"unfinished[{position}] is of task {kept.task_id!r}, tasks[{position}] is "
-                    f"task {task.id!r}; "
-                    "the tasks of `unfinished` come first, in the same order"
+                    f"unfinished[{position}] is of task {kept.task_id!r}, but tasks[{position}] is "
+                    f"task {task.id!r}; begin with the tasks of `unfinished`, in the same order"
                 )
         if len(tasks) < len(self.kept):
             raise UserError(
                 f"unfinished holds {len(self.kept)} groups, but there are {len(tasks)} tasks; "
-                "the tasks of `unfinished` come first, in the same order"
+                "begin with the tasks of `unfinished`, in the same order"
             )
 
     def cache_body(
         self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return the inputs of an answer: the request (by default the call's), and any named early
         stop.
         """
@@ -278,7 +278,7 @@ class Sampling:
             self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, error=error)
             raise
         facts: dict[str, Any] = {}
-        got = [answer for answer in answers if answer is not None]
+        got = present(answers)
         if got:
             facts = {
                 "prompt_tokens": got[0].prompt_tokens,

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
 from ttrl.errors import UserError
-from ttrl.messages import request_messages
+from ttrl.messages import Message, request_messages
 from ttrl.records import Endpoint, Sample
 from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.attempts import ChatAttempt
@@ -63,9 +63,14 @@ async def get_chat_completion(
 
     Raises UserError for wrong arguments, RequestError with the server's own words after all
     attempts have failed.
+
+    >>> question = {"role": "user", "content": "What is 2 + 3?"}
+    >>> completion = get_chat_completion("http://127.0.0.1:8000/v1", [question], model="m")
+    >>> asyncio.run(completion).choices[0].message.content
+    '5'
     """
     if isinstance(client, list | tuple):
-        raise UserError("client is a list; get_chat_completion asks one server")
+        raise UserError("client is a list; get_chat_completion asks one server: give one client")
     if not isinstance(sample, int) or isinstance(sample, bool) or sample < 0:
         raise UserError(f"sample is {sample!r}; give a whole number of at least 0")
     if (
@@ -110,7 +115,7 @@ async def get_chat_completion(
 
 
 async def _asked(
-    sampling: Sampling, messages: list[dict[str, Any]], sample: int, digest: str | None
+    sampling: Sampling, messages: list[Message], sample: int, digest: str | None
 ) -> Answer:
     """Ask the server, with retries. Raises RequestError."""
     request = sampling.chat_request

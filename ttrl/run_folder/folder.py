@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from ttrl.configs.base import Settings
 from ttrl.errors import RunFolderError
 from ttrl.facts import Facts, MetricsRow, PhaseFacts, TrainFacts, parse, read_facts
 from ttrl.run_folder.config_changes import HISTORY_FILE, changes, check_changes, remember_changes
@@ -91,7 +92,7 @@ class Marker(Facts, kw_only=True):
     """As `time.time`."""
     epoch: int | None = None
     """The epoch of the process behind this marker: see `ttrl.run_folder.lease`."""
-    facts: dict[str, Any]
+    facts: Mapping[str, Any]
     files: dict[str, str]
     """SHA-256 of the phase's files, by name."""
 
@@ -159,8 +160,8 @@ class IterationFolder:
                 else:
                     what = "is gone"
                 raise RunFolderError(
-                    f"{path} {what}; put it back, or remove {self._path(phase)} to run that "
-                    "phase again"
+                    f"{path} {what}; restore it, or remove {self._path(phase)} to run that phase "
+                    "again"
                 )
 
     def files(self, phase: str) -> dict[str, str]:
@@ -275,7 +276,7 @@ class RunFolder:
         """
         return self.lease.held(take_over=take_over)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Settings:
         """Return config.yaml as plain values; empty if there is none. Raises RunFolderError for a
         damaged one.
         """
@@ -287,7 +288,7 @@ class RunFolder:
         except (ValueError, yaml.YAMLError):
             values = None
         if not isinstance(values, dict):
-            raise RunFolderError(f"{path} is damaged; put it back, or choose another run folder")
+            raise RunFolderError(f"{path} is damaged; restore it, or choose another run folder")
         return values
 
     def begun(self) -> bool:
@@ -306,8 +307,8 @@ class RunFolder:
 
     def remember_config(
         self,
-        config: dict[str, Any],
-        defaults: Mapping[str, Any] | None = None,
+        config: Settings,
+        defaults: Settings | None = None,
         allow: Sequence[str] = (),
     ) -> list[str]:
         """Write config.yaml, or compare with the existing one; return notes on changes. Also append
@@ -327,8 +328,8 @@ class RunFolder:
                 and config.get("validation_temperature") is not None
             ):
                 # The meaning of an unset one before greedy became the default.
-                before["validation_temperature"] = before.get("temperature")
-            changed = changes(_as_read(defaults or {}) | before, config)
+                before = {**before, "validation_temperature": before.get("temperature")}
+            changed = changes({**_as_read(defaults or {}), **before}, config)
             notes = check_changes(changed, allow, self.path)
             remember_changes(self.path, changed, self.first_unfinished())
         write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -348,7 +349,7 @@ class RunFolder:
                 before = parse(dict[str, TaskList], path.read_bytes())
             except ValueError as error:
                 raise RunFolderError(
-                    f"{path} is damaged ({error}); remove it if the tasks are the same as before"
+                    f"{path} is damaged ({error}); remove it if the tasks are unchanged"
                 ) from error
             changed = [name for name in tasks if before.get(name) != tasks[name]]
             if changed:
@@ -358,9 +359,8 @@ class RunFolder:
                 )
                 raise RunFolderError(
                     f"{self.path} was started with other tasks ({counts}; ids and messages are "
-                    "compared). Choose another run "
-                    f"folder, or remove {path} to go on with the new ones: numbers before and "
-                    "after cannot be compared then"
+                    f"compared). Choose another run folder, or remove {path} to continue with the "
+                    "new tasks: figures before and after are then not comparable"
                 )
         write_json(path, {name: one.to_json() for name, one in tasks.items()})
 
@@ -415,7 +415,7 @@ class RunFolder:
         """
         return [read_facts(MetricsRow, row) for row in self.metrics_json()]
 
-    def metrics_json(self) -> list[dict[str, Any]]:
+    def metrics_json(self) -> list[Mapping[str, Any]]:
         """Return the same rows as plain values, including names unknown to this version. Raises
         RunFolderError.
         """
@@ -424,8 +424,7 @@ class RunFolder:
             return sorted(rows, key=lambda row: int(row["iteration"]))
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
-                f"{error}; remove metrics.jsonl: starting the run again writes it anew from the "
-                "markers"
+                f"{error}; remove metrics.jsonl: the next start rebuilds it from the markers"
             ) from error
 
     def written_until(self, newest: int) -> list[int]:
@@ -471,7 +470,8 @@ class RunFolder:
         numbers. Raises StorageError.
         """
         rows = self.metrics_json()
-        if len(kept := [row for row in rows if row["iteration"] < first]) < len(rows):
+        kept = [row for row in rows if row["iteration"] < first]
+        if len(kept) < len(rows):
             write_jsonl(self.path / "metrics.jsonl", kept)
         paths = [
             path

@@ -27,6 +27,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from ttrl.messages import JsonObject
+
 KEY_VARIABLE = "VLLM_API_KEY"
 OPEN_PATHS = frozenset({"/health"})
 """Says only "up", for monitors without the key."""
@@ -93,13 +95,13 @@ class RequireKey:
             places = (
                 "OpenAI's clients and ttrl take it from OPENAI_API_KEY, a run from TTRL_SERVER_KEY"
             )
-            message = f"Unauthorized: this server wants its key; {places}"
+            message = f"Unauthorized: this server needs its key; {places}"
             return await answer(send, 401, _error(message, 401), (b"www-authenticate", b"Bearer"))
         if scope.get("path") in _WITHOUT_V1:
             return await answer(
                 send,
                 404,
-                _error(f"there is no {scope['path']} here: the server's address ends in /v1", 404),
+                _error(f"no {scope['path']} here: the server's address ends in /v1", 404),
             )
         wanted = next(
             (value for name, value in scope["headers"] if name.lower() == _FENCE_HEADER), None
@@ -109,13 +111,14 @@ class RequireKey:
         if wanted is None:
             return await self._app(scope, receive, send)
         opened = self._opened()
-        if wanted != (has := self._open_to()):
+        has = self._open_to()
+        if wanted != has:
             if scope["type"] == "websocket":
                 return await send(
                     {"type": "websocket.close", "code": 1013, "reason": "other weights"}
                 )
             message = (
-                f"this server has other weights ({_text(has)}) than the request is for "
+                f"this server has other weights ({_text(has)}) than the request needs "
                 f"({_text(wanted)}); sync it first"
             )
             return await answer(send, 503, _error(message, 503, "other_weights"))
@@ -123,7 +126,7 @@ class RequireKey:
         async def send_while_open(message: MutableMapping[str, Any]) -> None:
             if self._opened() != opened:
                 raise RuntimeError(
-                    "the weights were changed while this request ran; its answer is not sent"
+                    "the weights changed during this request; its answer is not sent"
                 )
             await send(message)
 
@@ -151,7 +154,7 @@ class RequireKey:
             return await answer(
                 send,
                 501,
-                {"error": f"{FENCE_VARIABLE} is not set: nobody can say which weights these are"},
+                {"error": f"{FENCE_VARIABLE} is not set, so the weights cannot be identified"},
             )
         if method == "POST" and wanted:
             temporary = f"{self._fence}.{os.getpid()}"
@@ -194,18 +197,16 @@ class RequireKey:
 
 def _text(value: bytes | None) -> str:
     if value is None:
-        return "none that were proven"
+        return "no verified weights"
     return value.decode("latin-1")
 
 
-def _error(message: str, code: int, kind: str = "invalid_request_error") -> dict[str, Any]:
+def _error(message: str, code: int, kind: str = "invalid_request_error") -> JsonObject:
     """Write an error as OpenAI does."""
     return {"error": {"message": message, "type": kind, "code": code}}
 
 
-async def answer(
-    send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]
-) -> None:
+async def answer(send: Send, status: int, body: JsonObject, *headers: tuple[bytes, bytes]) -> None:
     await send(
         {
             "type": "http.response.start",

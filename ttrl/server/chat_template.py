@@ -7,7 +7,6 @@ digests of caches and of joined servers.
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 from ttrl.data.chat.template_sandbox import compile_problem
 from ttrl.errors import ModelFolderError, UserError
 from ttrl.server.model_folder import local_folder, small_file
-from ttrl.system.files import atomic_folder
+from ttrl.system.files import atomic_folder, read_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 _NAMED = "additional_chat_templates"
@@ -45,7 +44,7 @@ def read_chat_template(given: str) -> str:
             text = Path(given).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or "it is not text"
-            way_out = "give a file, or the text of a template, which contains {{ or {%"
+            way_out = "give a file, or the text of a template (with {{ or {%)"
             raise UserError(f"{place}: the file cannot be read: {why}; {way_out}") from error
     problem = compile_problem(text)
     if problem is not None:
@@ -82,16 +81,12 @@ def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
     return None
 
 
-def json_file(model: str | os.PathLike[str], name: str) -> dict[str, Any]:
+def json_file(model: str | os.PathLike[str], name: str) -> Mapping[str, Any]:
     """Return a JSON file of a model; {} if it is missing or holds something else."""
     file = small_file(model, name)
     with contextlib.suppress(OSError, ValueError):
         if file is not None:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        else:
-            found = None
-        if isinstance(found, dict):
-            return found
+            return read_object(file)
     return {}
 
 
@@ -144,8 +139,8 @@ def _links(model: Path) -> dict[str, Path]:
     if is_with_mistral_tokenizer(model):
         if not (model / "tokenizer.json").is_file():
             raise ModelFolderError(
-                f"{model} has only Mistral's own tokenizer, which takes no chat template; "
-                "leave chat_template out, or add a tokenizer.json"
+                f"{model} has only Mistral's own tokenizer, without a chat template; leave "
+                "chat_template out, or add a tokenizer.json"
             )
         skipped |= {path.name for pattern in _MISTRAL for path in model.glob(pattern)}
     return {path.name: path.resolve() for path in model.iterdir() if path.name not in skipped}

@@ -21,6 +21,7 @@ from typing import Any
 
 from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.errors import ModelFolderError, TokenizationError
+from ttrl.messages import Message
 from ttrl.server.chat_template import (
     Templates,
     chat_template_of,
@@ -157,20 +158,20 @@ def parsers_of(model: str | os.PathLike[str], given: Mapping[str, Any] | None = 
         evidence = _Evidence.of(model)
     else:
         evidence = _Evidence()
-    arguments: dict[str, Any] = {"enable-auto-tool-choice": True}
+    arguments: dict[str, object] = {"enable-auto-tool-choice": True}
     problem = None
     if switch is False or tools in _OFF:
         arguments = {"tool-call-parser": None, "enable-auto-tool-choice": None}
-        said = "tool calls: no parser, as the settings say"
+        said = "tool calls: no parser, as set"
     elif tools != AUTO:
         arguments["tool-call-parser"] = tools
-        said = f"tool calls: vLLM's parser {tools!r}, as the settings say"
+        said = f"tool calls: vLLM's parser {tools!r}, as set"
     elif evidence.parser is not None:
         arguments["tool-call-parser"] = evidence.parser
         said = f"tool calls: vLLM's parser {evidence.parser!r}, by the model's chat template"
     else:
         arguments = {"tool-call-parser": None, "enable-auto-tool-choice": None}
-        said = f"tool calls: no parser, as {evidence.why}"
+        said = f"tool calls: no parser, because {evidence.why}"
         said += "; requests with tools need tool_call_parser"
     if switch is True and arguments["tool-call-parser"] is None:
         problem = "enable_auto_tool_choice is true, but there is no tool_call_parser"
@@ -209,18 +210,18 @@ class _Evidence:
         except (ModelFolderError, TokenizationError) as error:
             return cls(why=f"its chat template fails: {error}", thinking=thinking)
         if written is None:
-            return cls(why="its chat template does not show tools to the model", thinking=thinking)
+            return cls(why="its chat template shows the model no tools", thinking=thinking)
         form = next((form for form in _FORMS if re.search(form.pattern, written)), None)
         if form is None:
-            why = "its chat template writes calls in no form that ttrl knows a parser for"
+            why = "ttrl knows no parser for its chat template's form of calls"
             return cls(why=why, thinking=thinking)
         lacking = _lacking(model, form.tokens)
         if lacking:
             names = ", ".join(lacking)
-            why = f"the tokenizer lacks {names}, which the parser {form.parser!r} needs"
+            why = f"the tokenizer lacks {names}, needed by the parser {form.parser!r}"
             return cls(why=why, thinking=thinking)
         if form.parser == "mistral" and is_with_mistral_tokenizer(model):
-            why = "with Mistral's own tokenizer vLLM would sample calls by a grammar"
+            why = "with Mistral's own tokenizer, vLLM would sample calls by a grammar"
             return cls(why=why, thinking=thinking)
         return cls(form.parser, thinking=thinking)
 
@@ -253,7 +254,7 @@ def _written(tokenizer: _FilesOfTokenizer) -> str | None:
     ModelFolderError, TokenizationError.
     """
     template = ChatTemplate(tokenizer, [_TOOL])
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Where is it?"}]
+    messages: list[Message] = [{"role": "user", "content": "Where is it?"}]
     prompt = template.render(template.prepared(messages), answer_next=True)
     if _ARGUMENT not in prompt:
         return None

@@ -40,6 +40,7 @@ from ttrl.tasks.datasets import (
 )
 from ttrl.tasks.task import Choice, Example, Task, question, solved
 from ttrl.tasks.words import as_typed
+from ttrl.text import present
 
 try:
     import chess
@@ -255,7 +256,7 @@ def get_chess_tasks(
     else:
         rows = load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",))
         rows = rows.where(lambda row: row is not None)
-        positions = Rows([row for row in rows if row is not None], rows.places)
+        positions = Rows(present(rows), rows.places)
     chosen = select(
         positions,
         _key,
@@ -317,7 +318,7 @@ def parse_epd(line: str, name: str) -> Position:
     board, operations = chess.Board.from_epd(line)
     best = operations.get("bm")
     if not isinstance(best, list) or not best:
-        raise RowError("no bm (best move); it must have one")
+        raise RowError("no bm (best move); add one")
     points: dict[str, float] = {}
     if "c8" in operations and "c9" in operations:
         values = str(operations["c8"]).split()

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import RunFolderError, StorageError, TtrlError
-from ttrl.records import ADAPTER_FOLDER
+from ttrl.facts import SamplerTrainer
+from ttrl.records import ADAPTER_FOLDER, Canary, Handover
 from ttrl.system.files import again
 from ttrl.system.request_folder import RequestFolder
 from ttrl.training.checkpoints import hand_over
@@ -103,19 +104,19 @@ class Residence:
     """
 
     def __init__(
-        self, here: Ranks, handed_over: Callable[[dict[str, Any]], None] = lambda facts: None
+        self, here: Ranks, handed_over: Callable[[Handover], None] = lambda handover: None
     ) -> None:
         """Make an empty one. `handed_over` is called with the message for servers, before
         checkpoint and state are written."""
         self._here = here
         self._tell = handed_over
-        self._kept: tuple[Trained, dict[str, Any], Files | int] | None = None
+        self._kept: tuple[Trained, dict[str, object], Files | int] | None = None
         """The trained objects, their settings, and their files; or their iteration, if no files
         were written.
         """
         self._memory = WeightMemory(here)
         self._is_parked = False
-        self.canary: dict[str, Any] | None = None
+        self.canary: Canary | None = None
         """The canary of the last transfer."""
 
     def enter(self, config: GRPOConfig, computes: bool = True) -> Trained:
@@ -141,14 +142,14 @@ class Residence:
                 self._is_parked = is_parked
         elif config.kept is not None:
             raise RunFolderError(
-                f"this process does not hold what iteration {config.kept} left, and no file has "
-                "it; the same command trains it "
-                f"again from {config.model}"
+                f"the result of iteration {config.kept} is neither in this process nor in a file; "
+                f"the same command trains it again from {config.model}"
             )
         else:
             if kept is not None:
                 logger.info(
-                    "the files or settings of this iteration are not what is in memory; loading %s",
+                    "the files or settings of this iteration differ from those in memory; loading "
+                    "%s",
                     config.model,
                 )
             del kept  # two models would not fit
@@ -180,8 +181,8 @@ class Residence:
         self,
         config: GRPOConfig,
         trained: Trained,
-        canary: dict[str, Any],
-        compared: dict[str, Any] | None = None,
+        canary: Canary,
+        compared: SamplerTrainer | None = None,
     ) -> bool:
         """Transfer the policy to servers, if `config` says so, before anything is written; return
         whether it is there. Servers sharing the device may use it from then on: everything here is
@@ -194,16 +195,16 @@ class Residence:
         if not config.hand_over:
             return False
         try:
-            facts = hand_over(self._memory, trained.policy, config.model, config.checkpoint_dtype)
+            parts = hand_over(self._memory, trained.policy, config.model, config.checkpoint_dtype)
             if config.free_memory:
                 self._park(trained)
         except StorageError as error:
             self._memory.close()
-            logger.warning("servers have to read files: %s", error)
+            logger.warning("servers must read files: %s", error)
             return False
         self.canary = canary
         self._here.barrier()  # the others have left it, too
-        self._tell(facts | {"canary": canary, "compared": compared})
+        self._tell(Handover(self._memory.path, parts, canary, compared=compared))
         return True
 
     def prepare(self, config: GRPOConfig) -> None:
@@ -223,9 +224,8 @@ class Residence:
         except StorageError as error:
             logger.warning(
                 "the next iteration will read the trainer's weights and state from files: they "
-                "cannot wait in memory while "
-                "servers have the GPU; %s; adapters (lora_rank) or optimizer 'adamw_8bit' need "
-                "less, placement 'split' none",
+                "cannot wait in memory while servers have the GPU; %s. Adapters (lora_rank) or "
+                "optimizer 'adamw_8bit' need less, placement 'split' none",
                 error,
             )
 
@@ -244,7 +244,7 @@ class Residence:
         return bool(answers[0])
 
 
-def _settings(config: GRPOConfig) -> dict[str, Any]:
+def _settings(config: GRPOConfig) -> dict[str, object]:
     return {
         name: value
         for name, value in dataclasses.asdict(config).items()
@@ -347,7 +347,7 @@ def _serve(
     folder = RequestFolder(start.follow)
     number = 0
 
-    def tell(handover: dict[str, Any]) -> None:
+    def tell(handover: Handover) -> None:
         if here.is_first:
             folder.put_handover(number, handover)
 

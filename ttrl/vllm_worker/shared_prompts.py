@@ -13,6 +13,7 @@ difference, or an error in any step, ends sharing for good.
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def _why_not(worker: Any) -> str | None:
     runner = worker.model_runner
     layers = config.compilation_config.static_forward_context
     if runner.device.type != "cpu" or not hasattr(runner, "_model_forward"):
-        return "not a model runner for CPUs that this was written for"
+        return "an unknown model runner for CPUs"
     if config.compilation_config.mode != CompilationMode.NONE:
         return "the model is compiled"
     if (
@@ -74,7 +75,7 @@ def _why_not(worker: Any) -> str | None:
         type(layer) is not Attention or layer.attn_type != AttentionType.DECODER
         for layer in layers.values()
     ):
-        return "layers that mix tokens otherwise than the attention of decoders"
+        return "layers other than decoder attention mix tokens"
     if (
         len(groups := runner.kv_cache_config.kv_cache_groups) != 1
         or worker.vllm_config.cache_config.kv_sharing_fast_prefill
@@ -94,7 +95,7 @@ class SharedPrompts:
     """Replace the forward pass of one model runner. active: until the first difference or error.
     saved: tokens not computed."""
 
-    def __init__(self, runner: Any, layers: dict[str, Any]) -> None:
+    def __init__(self, runner: Any, layers: Mapping[str, Any]) -> None:
         self._forward, self._name = runner._model_forward, next(iter(layers))
         self._block_size: int = layers[self._name].kv_cache.shape[2]
         # While a step shares: the representing row of each of its tokens.
@@ -118,7 +119,7 @@ class SharedPrompts:
                 shared = self._shared(input_ids, positions, others)
             # Another vLLM or model: vLLM's own way rewrites all of the step's cache.
             except Exception as error:
-                logger.exception("a step that computes prompts once has failed")
+                logger.exception("a step with shared prompts has failed")
                 self._stop(f"{type(error).__name__}: {error}")
         if shared is not None and self._steps & (self._steps - 1):  # not a power of two
             return shared

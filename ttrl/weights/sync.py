@@ -18,14 +18,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ttrl.errors import ServerDiedError, ServerError, WeightSyncError
 from ttrl.facts import Sync
+from ttrl.records import Canary, Handover
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
 from ttrl.server.vllm import VLLMServer
-from ttrl.weights.canary import Canary, leave_in_cache
-from ttrl.weights.source import Files, Handover, Source
+from ttrl.weights.canary import leave_in_cache
+from ttrl.weights.source import Files, Source
 from ttrl.weights.verify import LOAD_SECONDS, Proof, prove, verify_weights
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def sync_weights(
         try:
             proof = verify_weights(server, folder, compare=compare)
         except WeightSyncError as error:
-            logger.warning("%s did not load its weights as it should: %s", server.base_url, error)
+            logger.warning("%s did not load its weights correctly: %s", server.base_url, error)
         else:
             server.policy_folder = folder
             return SyncReport("start", time.monotonic() - began, proof)
@@ -123,13 +124,13 @@ def sync_weights(
         if not isinstance(server, VLLMServer):
             raise WeightSyncError(
                 f"the server at {server.base_url} does not compute with the weights in {folder}: "
-                f"{problems[-1]}; it cannot be restarted from here: start it again on its host "
-                "(ttrl serve), with the same model and dtype"
+                f"{problems[-1]}; this process cannot restart it: start it again on its host (ttrl "
+                "serve), with the same model and dtype"
             )
-    assert isinstance(server, VLLMServer), "only ours are restarted"
+    assert isinstance(server, VLLMServer), "only our own servers can restart"
     after = "a restart"
     if problems:
-        after = f"a restart (the reload before it failed: {problems[-1]})"
+        after = f"a restart (the earlier reload failed: {problems[-1]})"
     _restart(server, folder)
     proof = verify_weights(server, folder, after=after, compare=compare)
     return SyncReport(
@@ -231,7 +232,7 @@ def load_weights(server: ServerConnection, source: Source) -> None:
         return
     if server.serves_adapters:
         return  # it has had its base since its start
-    body: dict[str, Any] = {"method": "ttrl_load_weights", "kwargs": source.place}
+    body: dict[str, object] = {"method": "ttrl_load_weights", "kwargs": source.place}
     if not server.worker_extension:
         body = {"method": "reload_weights", "kwargs": {"weights_path": source.place["folder"]}}
     server.request("POST", "/collective_rpc", body, timeout=LOAD_SECONDS)
@@ -248,8 +249,8 @@ def reset_prefix_cache(server: ServerConnection) -> None:
             return
         if time.monotonic() > deadline:
             raise ServerError(
-                f"POST /reset_prefix_cache: still {answer} after {_DRAIN_SECONDS:g} s; are "
-                "requests running?"
+                f"POST /reset_prefix_cache: still {answer} after {_DRAIN_SECONDS:g} s; check for "
+                "running requests"
             )
         time.sleep(0.1)
 

@@ -115,7 +115,8 @@ def test_a_state_of_another_model_or_optimizer_is_named(
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE, state_format)
     for family, settings in (("qwen2-tied", {}), ("qwen3", {}), ("qwen2", {"optimizer": "sgd"})):
         with pytest.raises(
-            RunFolderError, match=r"of another model or optimizer: .* names differ, the first is"
+            RunFolderError,
+            match=r"belongs to another model or optimizer: .* names differ, the first is",
         ):
             trained(model_folder(family), packed, 0, state=tmp_path / "state", **settings)
     with pytest.raises(RunFolderError, match="cannot be read"):

@@ -100,7 +100,7 @@ def render(
     most: its `allowance`. Raises TemplateSizeError, and any error of the template.
     """
     if len(source) > _MOST_SOURCE:
-        problem = f"has {len(source):,} characters, and at most {_MOST_SOURCE:,} are read"
+        problem = f"has {len(source):,} characters; the limit is {_MOST_SOURCE:,}"
         raise TemplateSizeError(problem)
     meter = _Meter(most, most)
     token = _meter.set(meter)
@@ -118,14 +118,14 @@ def render(
 def compile_problem(source: str) -> str | None:
     """Say why a text is no template of messages; None if it is one."""
     if len(source) > _MOST_SOURCE:
-        return f"it has {len(source):,} characters, and at most {_MOST_SOURCE:,} are read"
+        return f"it has {len(source):,} characters; the limit is {_MOST_SOURCE:,}"
     try:
         _compiled(source)
         names = meta.find_undeclared_variables(_environment().parse(source))
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno} is not valid Jinja: {error.message}"
     if "messages" not in names:
-        return "it never reads `messages`, so every prompt would be the same"
+        return "it never reads `messages`, so every prompt would be equal"
     return None
 
 
@@ -390,17 +390,18 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Write JSON as transformers does; Jinja's own filter escapes for HTML."""
-    options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
     meter = _meter.get()
     meter.check(_linear(value))
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, sort_keys=sort_keys, indent=indent, separators=separators
+    )
     if indent is None and separators is None:
-        return json.dumps(value, **options)
+        return encoder.encode(value)
     if isinstance(indent, int):
         step = indent
     else:
         step = len(indent or "")
     meter.check(1000 * step)  # a list in lists is indented by a multiple
-    encoder = json.JSONEncoder(indent=indent, separators=separators, **options)
     pieces = _Buffer()
     pieces.extend(encoder.iterencode(value))
     return "".join(pieces)

@@ -12,7 +12,7 @@ Special tokens in any text become special tokens, as they do at the server.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -179,12 +179,11 @@ def tokenize_completion(
     end = finder.end_of_turn(len(prepared)) if ended else None
     if ended and end is None:
         raise TokenizationError(
-            f"{template.place}: it puts no special token behind an answer, so the end-of-turn "
-            "token that was sampled is not "
-            "known; stop_tokens names those at which the model stops"
+            f"{template.place}: it writes no special token after a reply, so the sampled "
+            "end-of-turn token is unknown; set stop_tokens to the model's own"
         )
     if not text and not ended:
-        raise TokenizationError("the answer is empty and was cut: there is nothing to train")
+        raise TokenizationError("the reply is empty and was cut off: there is nothing to train")
     whole = prompt + text + (end or "")
     anchor = end or next(iter(tokenizer.all_special_tokens), "")
     found = tokens_at(tokenizer, whole, [len(prompt), len(whole)], [end], anchor)
@@ -207,7 +206,7 @@ class _Chat:
         tools: list[Tool] | None,
         stop_tokens: Collection[str] | None,
         now: datetime | None,
-        template_kwargs: dict[str, Any],
+        template_kwargs: Mapping[str, Any],
     ) -> None:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, now, template_kwargs)
@@ -271,7 +270,7 @@ class _Chat:
                     a.message,
                     0,
                     0,
-                    reasons[a.message] or "it is trained elsewhere, or was not asked for",
+                    reasons[a.message] or "it is trained elsewhere, or was not requested",
                 )
                 for a in answers
             ],

@@ -59,6 +59,14 @@ def plot_packed_tensors(
     into their places.
 
     Raises PackError for missing rows, and ImportError without matplotlib.
+
+    >>> sample = TokenizedResult(
+    ...     task_id="sums/1", sample=0, token_ids=[5, 6, 7], assistant_mask=[False, False, True],
+    ...     input_pos=[0, 1, 2], logprobs=[math.nan, math.nan, -0.5], prompt_length=2,
+    ...     reward=1.0, advantage=0.5,
+    ... )
+    >>> packed = packed_tensors_from_tokenized_results([sample], seq_len=8, pad_id=0)
+    >>> figure = plot_packed_tensors(packed, "rows.png")
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -166,23 +174,16 @@ def _draw_row(
     for segment in segments:
         colour = group_colour(segment.tree, segment.depth, depths)
         bottom = top - (segment.depth + 1) * level
-        box: dict[str, Any] = {
-            "linewidth": 0.6 if len(segments) < 200 else 0.15,
-            "edgecolor": "white",
-        }
-        axis.broken_barh(
-            [(segment.begin, segment.stop - segment.begin)],
-            (bottom, level),
-            facecolor=colour,
-            **box,
-        )
+        spans = [(segment.begin, segment.stop, colour)]
         if segment.end > segment.stop:
-            below = mix("#ffffff", colour, 0.18)
+            spans.append((segment.stop, segment.end, mix("#ffffff", colour, 0.18)))
+        for begin, stop, face in spans:
             axis.broken_barh(
-                [(segment.stop, segment.end - segment.stop)],
+                [(begin, stop - begin)],
                 (bottom, level),
-                facecolor=below,
-                **box,
+                facecolor=face,
+                edgecolor="white",
+                linewidth=0.6 if len(segments) < 200 else 0.15,
             )
         low = segment.position
         high = segment.position + segment.stop - segment.begin
@@ -208,13 +209,14 @@ def _draw_row(
         colours.append(advantage_colour(value, largest))
     axis.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0))
     if used < packed.seq_len:
-        padding: dict[str, Any] = {
-            "facecolor": "#f4f4f2",
-            "hatch": "////",
-            "edgecolor": _PADDING,
-            "linewidth": 0,
-        }
-        axis.broken_barh([(used, packed.seq_len - used)], (_TREE, top - _TREE), **padding)
+        axis.broken_barh(
+            [(used, packed.seq_len - used)],
+            (_TREE, top - _TREE),
+            facecolor="#f4f4f2",
+            hatch="////",
+            edgecolor=_PADDING,
+            linewidth=0,
+        )
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int, float]]:
@@ -237,7 +239,7 @@ def _legend(figure: "Figure", depths: int) -> None:
     handles = [
         Patch(facecolor=root, label="root of a tree (one hue per tree)"),
         Patch(facecolor=leaf, label="deepest group"),
-        Patch(facecolor=mix("#ffffff", root, 0.18), label="seen by all that stands below"),
+        Patch(facecolor=mix("#ffffff", root, 0.18), label="visible to all groups below"),
         Patch(facecolor=_TRAINED, label="the next token is trained"),
         Patch(facecolor="#f4f4f2", hatch="////", edgecolor=_PADDING, label="padding"),
     ]

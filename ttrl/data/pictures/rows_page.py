@@ -34,6 +34,7 @@ from ttrl.data.pictures.segments import (
     visible,
 )
 from ttrl.errors import PackError
+from ttrl.messages import JsonObject
 from ttrl.text import spans
 
 MAX_BYTES = 50_000_000
@@ -70,9 +71,8 @@ def packed_rows_html(
     size = tokens * _BYTES_PER_POSITION + changes * _BYTES_PER_CHANGE
     if size > MAX_BYTES:
         raise PackError(
-            f"{len(chosen)} rows with {tokens:,} tokens would make a page of up to "
-            f"{size / 1e6:.0f} MB, and browsers get slow "
-            f"above {MAX_BYTES / 1e6:.0f} MB; choose about "
+            f"{len(chosen)} rows with {tokens:,} tokens make a page of up to {size / 1e6:.0f} MB, "
+            f"and browsers get slow above {MAX_BYTES / 1e6:.0f} MB; choose about "
             f"{max(1, len(chosen) * MAX_BYTES // size)} rows at a time"
         )
     segments = {row: segments_of(packed, row) for row in chosen}
@@ -166,7 +166,7 @@ class _RowFacts:
 
     def owner(self, segment: Segment) -> str:
         if segment.sample < 0:
-            return "shared by the completions that continue it"
+            return "shared by the completions below it"
         sample = self._samples[segment.sample]
         return f"task {visible(sample.task_id)}, sample {sample.sample}"
 
@@ -213,7 +213,7 @@ def script_json(value: Any) -> str:
 
 def page_data(
     packed: PackedTensors, segments: dict[int, list[Segment]], token_text: TokenText | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the data of the page's script, as JSON values.
 
     rows         one per row, see `row_data`
@@ -268,7 +268,7 @@ def page_data(
 
 def row_data(
     packed: PackedTensors, row: int, segments: Sequence[Segment], ids: np.ndarray
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return a row as compact lists; `ids` is the sorted vocabulary of the page.
 
     segments     [parent, depth, tree, begin, stop, end, sample, position, label], in the order of

@@ -15,7 +15,7 @@ from openai import NotGiven
 from openai.resources.chat.completions import AsyncCompletions
 
 from ttrl.errors import UserError
-from ttrl.messages import without_nulls
+from ttrl.messages import JsonObject, without_nulls
 from ttrl.rollouts.client.wire import EXPERTS
 from ttrl.text import is_number
 
@@ -54,8 +54,8 @@ _OURS = {
     "messages": "they come from the tasks",
     "model": "give it as get_task_results(model=…)",
     "n": "give it as get_task_results(n=…)",
-    "stream": "completions are streamed where on_chunk is given",
-    "stream_options": "completions are streamed where on_chunk is given",
+    "stream": "set on_chunk to stream completions",
+    "stream_options": "set on_chunk to stream completions",
     "extra_headers": "give them to the client, as AsyncOpenAI(default_headers=…)",
     "extra_query": "give it to the client, as AsyncOpenAI(default_query=…)",
     "timeout": "give it to the client, as AsyncOpenAI(timeout=…)",
@@ -93,7 +93,7 @@ class ChatRequest:
     ) -> "ChatRequest":
         """Check everything. Raises UserError for all errors detectable before a request."""
         if not isinstance(model, str) or not model:
-            raise UserError(f"model is {model!r}; give the name under which the server serves it")
+            raise UserError(f"model is {model!r}; give the server's name for the model")
         if not is_number(stall_timeout) or stall_timeout <= 0:
             raise UserError(
                 f"stall_timeout is {stall_timeout!r}; give a positive number of seconds"
@@ -140,7 +140,7 @@ class ChatRequest:
         seed_offset: int = 0,
         stream: bool = False,
         interval: int = 1,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return the request body. interval: tokens per chunk, for servers with vLLM's
         stream_interval.
         """
@@ -161,7 +161,7 @@ class ChatRequest:
                 body.setdefault("stream_interval", interval)
         return body
 
-    def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return the inputs of an answer: the body without n and streaming. The seed stays in
         it.
         """
@@ -170,7 +170,7 @@ class ChatRequest:
         return body
 
 
-def checked_parameters(params: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_parameters(params: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return sampling parameters by name, including those of `extra_body`.
 
     None leaves a parameter to the server. Raises UserError for names unknown to both the OpenAI API
@@ -201,9 +201,9 @@ def checked_parameters(params: Mapping[str, Any] | None) -> dict[str, Any]:
         if near:
             hint = f"did you mean {near[0]!r}?"
         else:
-            hint = "if your server knows it, give it in params['extra_body']"
+            hint = "if your server accepts it, give it in params['extra_body']"
         raise UserError(
-            f"params[{name!r}] is no sampling parameter of the OpenAI API or of vLLM; {hint}"
+            f"params[{name!r}] is not a sampling parameter of the OpenAI API or of vLLM; {hint}"
         )
     _check_number("params['temperature']", given.get("temperature"), 0.0, math.inf)
     _check_number("params['top_p']", given.get("top_p"), 0.0, 1.0)
@@ -246,7 +246,7 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, numbers.Real):
         if not math.isfinite(value):
             raise UserError(
-                f"{where} is {value}, which JSON does not have; leave it out or give a finite "
+                f"{where} is {value}, which JSON cannot represent; leave it out or give a finite "
                 "number"
             )
         return float(value)
@@ -264,6 +264,6 @@ def plain(value: Any, where: str) -> Any:
             f"'schema': {value.__name__}.model_json_schema()}}}}"
         )
     raise UserError(
-        f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, "
-        "lists and dicts"
+        f"{where} is a {type(value).__name__}, not JSON; give plain numbers, strings, lists and "
+        "dicts"
     )

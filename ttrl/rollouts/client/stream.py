@@ -25,6 +25,7 @@ from ttrl.rollouts.client.wire import (
     most_bytes,
     read_answers,
 )
+from ttrl.text import present
 
 LAST_BYTES = 0.25
 """Seconds to wait after [DONE] for the end of the HTTP body, to reuse the connection."""
@@ -279,7 +280,7 @@ def broken_stream(place: str, has_begun: bool) -> RequestError:
     if has_begun:
         what = "in the middle of a completion"
     else:
-        what = "before anything came"
+        what = "before the first chunk"
     return RequestError(f"{place}: the stream ended {what}", "connection")
 
 
@@ -300,6 +301,13 @@ async def consume_chat_completion_stream(
 
     Raises RequestError if the stream ends before its completion, or holds anything but chunks;
     exceptions of the stream or `on_chunk` pass through.
+
+    >>> async def chunks():
+    ...     yield {"choices": [{"index": 0, "delta": {"content": "2 + 2"}}]}
+    ...     yield {"choices": [{"index": 0, "delta": {"content": " = 4"}, "finish_reason": "stop"}]}
+    >>> completion = asyncio.run(consume_chat_completion_stream(chunks()))
+    >>> completion.choices[0].message.content
+    '2 + 2 = 4'
     """
     live = LiveCompletion(n, on_chunk)
     try:
@@ -318,9 +326,7 @@ async def consume_chat_completion_stream(
                 await closing
     if not live.is_finished:
         raise broken_stream("stream", bool(live.choices))
-    return chat_completion(
-        [answer for answer in live.answers(len(live.choices)) if answer is not None]
-    )
+    return chat_completion(present(live.answers(len(live.choices))))
 
 
 def _chunk_json(item: Any) -> bytes:

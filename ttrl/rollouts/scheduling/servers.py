@@ -29,7 +29,7 @@ from ttrl.rollouts.scheduling.emptiest import Emptiest
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.open_files import OpenFiles
 from ttrl.rollouts.scheduling.server_state import LONGEST_RETRY_AFTER, Lease, Server
-from ttrl.text import is_number
+from ttrl.text import is_number, present
 
 if TYPE_CHECKING:
     from ttrl.rollouts.client.transport import Transport
@@ -231,7 +231,7 @@ class Servers:
                     if not lease.scope.expired():
                         raise
                     error = RequestError(
-                        f"{lease.server.base_url}: the server was gone while it had this request",
+                        f"{lease.server.base_url}: the server died during this request",
                         "connection",
                     )
                 finally:
@@ -256,7 +256,7 @@ class Servers:
 
     def _learn(self, lease: Lease, size: Size, answers: Sequence[Answer | None]) -> None:
         lease.server.succeeded()
-        got = [answer for answer in answers if answer is not None]
+        got = present(answers)
         completions = [
             answer.completion_tokens for answer in got if answer.completion_tokens is not None
         ]
@@ -387,7 +387,8 @@ class Servers:
         else:
             who = f"none of the {len(self.servers)} servers has"
         return RequestError(
-            f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}",
+            f"{who} not answered for {seconds:.0f} s; check that it is running. The last error: "
+            f"{said}",
             "connection",
         )
 
@@ -407,12 +408,9 @@ def _without_broken_off(answers: list[Answer | None], base_url: str) -> list[Ans
     if not reasons or any(kept):
         return kept
     if "abort" in reasons:
-        why = (
-            "the server ended the completion with finish_reason 'abort', as it does when it is "
-            "ended or paused"
-        )
+        why = "the server ended the completion with finish_reason 'abort', as on its end or pause"
         raise RequestError(f"{base_url}: {why}", "connection")
-    why = "the server gave up on the completion with finish_reason 'error'; its log says why"
+    why = "the server failed the completion with finish_reason 'error'; its log has the reason"
     raise RequestError(f"{base_url}: {why}", "malformed")
 
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ttrl.errors import UserError
+from ttrl.facts import RouterFigures
 
 _SCORES = frozenset({torch.softmax, F.softmax, Tensor.softmax, torch.sigmoid, Tensor.sigmoid})
 _CHOICES = frozenset({torch.topk, Tensor.topk})
@@ -62,18 +63,16 @@ class LayerRouting:
     """Of those, the share with another choice by the router itself."""
 
 
-def routing_metrics(layers: list[LayerRouting]) -> dict[str, Any]:
-    """Return the router metrics for train.jsonl: lists of one entry per layer with experts, and the
-    shares of replayed tokens and of otherwise routed tokens, over all layers.
-    """
-    return {
-        "layers": [one.layer for one in layers],
-        "entropy": [one.entropy for one in layers],
-        "largest_load": [max(one.load) for one in layers],
-        "unused": [sum(share == 0 for share in one.load) for one in layers],
-        "replayed": sum(one.replayed for one in layers) / len(layers),
-        "differing": sum(one.differing for one in layers) / len(layers),
-    }
+def routing_metrics(layers: list[LayerRouting]) -> RouterFigures:
+    """Return the router metrics for train.jsonl."""
+    return RouterFigures(
+        layers=[one.layer for one in layers],
+        entropy=[one.entropy for one in layers],
+        largest_load=[max(one.load) for one in layers],
+        unused=[sum(share == 0 for share in one.load) for one in layers],
+        replayed=sum(one.replayed for one in layers) / len(layers),
+        differing=sum(one.differing for one in layers) / len(layers),
+    )
 
 
 class Routing:
@@ -193,11 +192,11 @@ class _Choice(TorchFunctionMode):
             told_BTK = self.rows.experts[:, :, self.layer]
             if told_BTK.shape[-1] != own_NK.shape[-1]:
                 counts = (
-                    f"{told_BTK.shape[-1]} experts of each token, and layer {self.layer} chooses "
+                    f"{told_BTK.shape[-1]} experts of each token, but layer {self.layer} chooses "
                     f"{own_NK.shape[-1]}"
                 )
                 raise UserError(
-                    f"router_replay: the pack holds {counts}; was it sampled from another model?"
+                    f"router_replay: the pack holds {counts}; use the model of the pack"
                 )
             told_NK = told_BTK.reshape(own_NK.shape).long()
             known_N = (told_NK >= 0).all(-1)

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from ttrl.errors import ModelFolderError
 from ttrl.families.own import OwnDecoder
 from ttrl.families.table import COMPOSITES, OWN_DECODERS, Composite
-from ttrl.system.files import again
+from ttrl.system.files import again, read_object
 from ttrl.system.weight_files import check_tied_head
 from ttrl.training.models.architecture import (
     Architecture,
@@ -151,7 +151,7 @@ def files_of(folder: Path) -> list[str]:
     files = ["model.safetensors"]
     if index.is_file():
         try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(read_object(index)["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelFolderError(
                 f"{index} is damaged ({type(error).__name__}: {error}); copy or download it again"
@@ -159,8 +159,8 @@ def files_of(folder: Path) -> list[str]:
     for file in files:
         if not (folder / file).is_file():
             raise ModelFolderError(
-                f"{folder}: {file} is not there; save the model with save_pretrained "
-                "(safetensors, not pickles)"
+                f"{folder} has no {file}; save the model with save_pretrained (safetensors, not "
+                "pickles)"
             )
     return files
 
@@ -181,7 +181,7 @@ def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
 
 def composite_of(folder: str | Path) -> Composite | None:
     """Return a model folder's non-text parts; None if it has none."""
-    return COMPOSITES.get(json.loads((Path(folder) / "config.json").read_text())["model_type"])
+    return COMPOSITES.get(read_object(Path(folder) / "config.json")["model_type"])
 
 
 def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str] | None:
@@ -231,9 +231,7 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
         if template not in family.names:
             template = family.prefix + template
         if template not in family.names:
-            raise ModelFolderError(
-                f"{folder}/{file}: the parameter {stored!r} has no place in our decoder"
-            )
+            raise ModelFolderError(f"{folder}/{file}: ttrl's decoder has no parameter {stored!r}")
         if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ModelFolderError(
                 f"{folder}/{file}: {stored} is {tensor.dtype}; ttrl trains from float weights of "
@@ -249,7 +247,7 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
         rows = [_rows(part, shape) for part in parts]
         if tensor.shape[0] != sum(rows):
             raise ModelFolderError(
-                f"{folder}/{file}: {stored} has {tensor.shape[0]} rows; its config.json asks for "
+                f"{folder}/{file}: {stored} has {tensor.shape[0]} rows, but config.json says "
                 f"{sum(rows)}"
             )
         yield from zip(parts, tensor.split(rows), strict=True)
@@ -289,7 +287,7 @@ def _check_part(tensor: Tensor, wanted: Tensor, what: str) -> None:
         )
     if tensor.shape != wanted.shape:
         raise ModelFolderError(
-            f"{what} is {tuple(tensor.shape)}; its config.json asks for {tuple(wanted.shape)}"
+            f"{what} is {tuple(tensor.shape)}, but config.json says {tuple(wanted.shape)}"
         )
 
 
@@ -319,15 +317,13 @@ def names_in(folder: Path, config: PretrainedConfig) -> dict[str, tuple[Path, st
     if text_only(folder):
         strange = sorted(name for name in others if not _may_be_beside(name, layout, config))
         if strange:
-            raise ModelFolderError(
-                f"{folder}: the parameter {strange[0]!r} has no place in its model class"
-            )
+            raise ModelFolderError(f"{folder}: its model class has no parameter {strange[0]!r}")
     return places
 
 
 def text_only(folder: Path) -> bool:
     """Tell whether a model folder holds a text-only model, by its config.json."""
-    return not isinstance(json.loads((folder / "config.json").read_text()).get("text_config"), dict)
+    return not isinstance(read_object(folder / "config.json").get("text_config"), dict)
 
 
 def _may_be_beside(name: str, layout: Layout, config: PretrainedConfig) -> bool:
@@ -363,9 +359,8 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], fold
     ]
     if missing or surplus or shapes:
         raise ModelFolderError(
-            f"{folder}: the weights do not fit its config.json: "
-            f"missing {missing[:3] or 'none'}, not expected {surplus[:3] or 'none'}, other "
-            f"shapes {sorted(shapes)[:3] or 'none'}"
+            f"{folder}: the weights do not match its config.json: missing {missing[:3] or 'none'}, "
+            f"unexpected {surplus[:3] or 'none'}, other shapes {sorted(shapes)[:3] or 'none'}"
         )
 
 
@@ -387,11 +382,9 @@ def write_tensors(
     s, this takes 0.6 (650 MB on a busy machine; 1.8 and 0.2 s of CPU). Tensors may share memory.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each is aligned
-    header: dict[str, Any]
-    if metadata is None:
-        header = {}
-    else:
-        header = {"__metadata__": dict(metadata)}
+    header: dict[str, Mapping[str, object]] = {}
+    if metadata is not None:
+        header["__metadata__"] = metadata
     end = 0
     for name in names:
         begin = end

@@ -13,7 +13,6 @@ when loaded: the largest of a block can come back smaller by 0.7%.
 """
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ from torchao.optim import AdamW8bit, CPUOffloadOptimizer
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from ttrl.errors import RunFolderError, StorageError
-from ttrl.system.files import atomic_folder, json_text
+from ttrl.system.files import atomic_folder, json_text, read_object
 from ttrl.training.models.weights import FILE_DTYPES, write_tensors
 from ttrl.training.optimizer.optimizer import Optimizer, OptimizerInBackward
 from ttrl.training.parallel.distributed import Ranks
@@ -231,7 +230,7 @@ def _save_sharded(
         found = [one for one in ranks.texts_of_each(problem) if one]
         if found:
             raise StorageError(
-                0, f"could not write {folder}: {found[0]}; make room, or look at the permissions"
+                0, f"could not write {folder}: {found[0]}; make room, or check the permissions"
             )
         if own is not None:
             beside(own)
@@ -282,16 +281,14 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
     """
     folder = Path(folder)
     try:
-        header = json.loads((folder / "state.json").read_text())
+        header = read_object(folder / "state.json")
         global_step = int(header["global_step"])
         if header.get("format") == "sharded":
             if "ranks" not in header:
                 raise RunFolderError(
-                    f"{folder}: an earlier ttrl wrote this state in a form that can run code "
-                    "when it is read (a pickle), so it "
-                    "is not read; leave state out to start the optimizer afresh, or have that "
-                    "ttrl train one more iteration with "
-                    "state_format 'whole'"
+                    f"{folder}: an earlier ttrl wrote this state as a pickle, and reading pickles "
+                    "can run code; leave state out to start the optimizer from zero, or train one "
+                    "more iteration with that ttrl and state_format 'whole'"
                 )
             _load_sharded(folder, int(header["ranks"]), policy, optimizer)
         else:
@@ -314,8 +311,8 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
         raise
     except _DAMAGE as error:
         raise RunFolderError(
-            f"{folder}: the optimizer state cannot be read: {error}; copy it again, or leave "
-            "state out to start afresh"
+            f"{folder}: the optimizer state cannot be read: {error}; copy it again, or leave state "
+            "out to start from zero"
         ) from error
     return global_step
 
@@ -333,7 +330,7 @@ def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer
     stored: dict[str, _Stored] = {}
     with contextlib.ExitStack() as stack:
         for rank in range(ranks):
-            table = json.loads((folder / f"{rank:05}.json").read_text(encoding="utf-8"))
+            table = read_object(folder / f"{rank:05}.json")
             file = stack.enter_context(safe_open(folder / f"{rank:05}.safetensors", framework="pt"))
             for name, part in table.items():
                 one = stored.setdefault(
@@ -378,7 +375,7 @@ def _read(
             own[here].copy_(part[there])
             left -= own[here].numel()
     if left:
-        raise ValueError(f"{name}: {left} of its numbers are in no file")
+        raise ValueError(f"{name}: no file has {left} of its numbers")
     return room
 
 
@@ -397,7 +394,7 @@ def _room_for(
     )
     if entry.shape.numel() > max(1, parameter.numel()):
         raise ValueError(
-            f"{name} has {entry.shape.numel()} numbers, and its parameter {parameter.numel()}"
+            f"{name} has {entry.shape.numel()} numbers, but its parameter {parameter.numel()}"
         )
     if part == "step" or not isinstance(parameter, DTensor) or not parts_fit:
         return torch.zeros(entry.shape, dtype=entry.dtype)
@@ -425,15 +422,14 @@ def _check(
     if wanted.keys() != shapes.keys():
         odd = sorted(wanted.keys() ^ shapes.keys())
         raise RunFolderError(
-            f"{folder}: the optimizer state is of another model or optimizer: {len(odd)} names "
-            f"differ, the first is {odd[0]!r}"
+            f"{folder}: the optimizer state belongs to another model or optimizer: {len(odd)} "
+            f"names differ, the first is {odd[0]!r}"
         )
     for name, shape in wanted.items():
         if shapes[name] != shape:
             raise RunFolderError(
-                f"{folder}: the optimizer state is of another model: {name.rpartition('.')[0]} "
-                f"is {shapes[name]} there "
-                f"and {shape} in the model"
+                f"{folder}: the optimizer state belongs to another model: "
+                f"{name.rpartition('.')[0]} is {shapes[name]} there and {shape} in the model"
             )
 
 
