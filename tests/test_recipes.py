@@ -391,10 +391,7 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
     assert {one["messages"][0]["content"] for one in examples} == {
         task.messages[0]["content"] for task in tasks
     }
-    assert (
-        "held-out" not in (out := capsys.readouterr().out)
-        and "of the 5 tasks that it was trained on" in out
-    )
+    assert "held-out" not in (out := capsys.readouterr().out) and "on the 5 training tasks" in out
     for count, said in (("0", "overfit is 0"), ("5000", "overfit is 5000, and there are 4,096")):
         with pytest.raises(ConfigError, match=said):
             run("sort_letters", monkeypatch, "--check", "--run", "r", "--overfit", count)

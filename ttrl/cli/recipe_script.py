@@ -222,7 +222,7 @@ def _written(name: str, value: Any) -> str:
     return f"{name}={text}"
 
 
-def _overfit_settings(count: int | None) -> dict[str, Any]:
+def _overfit_settings(count: int | None) -> Settings:
     """Return the settings behind --overfit: no other tasks, all of them in each iteration, and
     greedy answers to them after each step.
     """
@@ -345,7 +345,7 @@ def run_recipe(
         )
     config, problems = with_settings(config, getattr(arguments, "set", ()))
     if config.overfit is not None:
-        what = f"{what}, of the {config.overfit} tasks that it was trained on"
+        what = f"{what} on the {config.overfit} training tasks"
     asked: PlanOptions | None = arguments.plan
     if arguments.check or problems:
         is_planned = asked is not None and not problems

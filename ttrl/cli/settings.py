@@ -235,7 +235,7 @@ def settings_in(texts: Sequence[str]) -> tuple[Settings, list[str]]:
     return {name: value for name, value in changes.items() if name in known}, unknown
 
 
-def sft_settings_in(texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def sft_settings_in(texts: Sequence[str]) -> tuple[Settings, list[str]]:
     """Return the settings of supervised training in "KEY=VALUE" texts, and a problem for each text
     that is none, or that a comparison of arms sets itself.
     """
@@ -254,8 +254,8 @@ def sft_settings_in(texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return found, problems
 
 
-def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    values = values | {name: value for name, value in changes.items() if name in _OF_RUN}
+def _changed(values: Settings, changes: Settings) -> Settings:
+    values = {**values, **{name: changes[name] for name in changes if name in _OF_RUN}}
     training = {name: value for name, value in changes.items() if name not in _OF_RUN}
     return {**values, "training": {**(values.get("training") or {}), **training}}
 

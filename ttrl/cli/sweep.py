@@ -44,7 +44,7 @@ from ttrl.cli.runs import recipes
 from ttrl.configs.machines import shares_of_devices
 from ttrl.errors import UserError
 from ttrl.system.console import say
-from ttrl.system.files import write_json
+from ttrl.system.files import read_object, write_json
 from ttrl.system.gpus import visible_devices
 
 _STATE_FILE = "sweep.json"
@@ -169,7 +169,9 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, metavar="FILE.yaml")
-    parser.add_argument("--list", action="store_true", help="print the commands; run nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="print the commands without running them"
+    )
     parser.set_defaults(run_command=run_sweep, takes_others=True)
 
 

@@ -607,8 +607,9 @@ class SFTConfig(TrainingConfig):
     passes, as counted in train.jsonl (`flops`), within half a step. Recomputation does not count.
     """
     state: str | None = None
-    """Folder of the optimizer state to continue from, with the conversations that follow those of
-    its steps; None starts afresh."""
+    """Folder of the optimizer state to continue from, with the next conversations after its steps;
+    None starts from zero.
+    """
     held_out: str | None = None
     """Further conversations, in a file like `data`, never trained on. The last line of train.jsonl
     has the mean -log π of their trained tokens under the trained weights (`held_out_loss`), and the

@@ -181,7 +181,7 @@ class Phases:
                 {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype],
                 self.config.context,
             )
-            is_known = _canary_made_in(canary) == computed
+            is_known = _canary_made_in(self.model) == computed
             if is_known:
                 (temporary / CANARY_FILE).write_bytes(canary.read_bytes())
         return is_known

@@ -46,6 +46,7 @@ def plan(
     >>> planned.memory.peak < planned.machine.memory
     True
     """
+    config, tasks, validation_tasks = overfitted(config, tasks, validation_tasks)
     planned = functools.partial(
         make_plan,
         config,
@@ -67,13 +68,10 @@ def plan(
             "a probe measures only this machine: leave out nnodes and joined_servers, or plan "
             "without a probe"
         )
-    config, tasks, validation_tasks = overfitted(config, tasks, validation_tasks)
-    made = make_plan(config, tasks, validation_tasks, assumptions=assumptions, **options)
+    made = planned()
     if not probe:
         return made
     from ttrl.loop.plan_probe import probe as run_probe
 
     probed = run_probe(made, config, assumptions or Assumptions(), tasks, validation_tasks)
-    return make_plan(
-        config, tasks, validation_tasks, assumptions=assumptions, probed=probed, **options
-    )
+    return planned(probed=probed)

@@ -95,8 +95,8 @@ class TrainLog:
     def close(self, **results: float) -> None:
         """Add measurements since the last step, and `results`, to its line, and write it."""
         if self._held is not None:
-            self._held |= results
-            self._held["seconds_by_part"] |= self._watch.take()
+            parts = (self._held.seconds_by_part or {}) | self._watch.take()
+            self._held = self._held.replace(seconds_by_part=parts, **results)
             self._write()
 
     def _write(self, durable: bool = True) -> None:
