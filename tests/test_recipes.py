@@ -412,9 +412,9 @@ def test_overfit_is_a_setting_with_a_shortcut(
     assert [getattr(one, name) for name in shown] == [32, None, 1, 1, 32]
     assert [getattr(other, name) for name in shown] == [8, 0.9, 2, 1, 32]
     both = [*arguments, "--overfit", "5", "--set"]
-    with pytest.raises(ConfigError, match="--overfit is 5, and --set says overfit=6; leave one ou"):
+    with pytest.raises(ConfigError, match="--overfit is 5, but --set sets overfit=6; leave one out"):
         run("sort_letters", monkeypatch, *both, "overfit=6", "lrr=1")
-    with pytest.raises(ConfigError, match="overfit is .many.; it must be a whole number"):
+    with pytest.raises(ConfigError, match="overfit is 'many'; it must be a whole number"):
         run("sort_letters", monkeypatch, "--check", *arguments, "--set", "overfit=many")
     assert not (tmp_path / "run").exists()
 

@@ -33,6 +33,7 @@ from ttrl.cli.plan_command import PlanOptions
 from ttrl.cli.recipe_script import rough_plan, run_recipe
 from ttrl.cli.settings import sft_settings_in, with_settings
 from ttrl.configs import SFTConfig
+from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.comparison import compare_seeds
@@ -263,7 +264,7 @@ def _run_arms(
     return f"{compared.table()}\n{page}"
 
 
-def _how(config: TrainConfig) -> dict[str, Any]:
+def _how(config: TrainConfig) -> Settings:
     """Return a run's settings for further held-out sets, as settings of `evaluate`."""
     return {
         "max_tokens": config.max_tokens,

@@ -239,7 +239,7 @@ def sft_settings_in(texts: Sequence[str]) -> tuple[Settings, list[str]]:
     """Return the settings of supervised training in "KEY=VALUE" texts, and a problem for each text
     that is none, or that a comparison of arms sets itself.
     """
-    found: dict[str, Any] = {}
+    found: Settings = {}
     problems = []
     for text in texts:
         try:
