@@ -237,7 +237,7 @@ def _run_arms(
     hardware = Hardware.of(arms.rl)
     served = _served(arms.rl, hardware)
     model = made_start(run / "start", arms.rl, start, hardware, served, held_out)
-    sampled = _how(served) | {"n": arguments.sets_n}
+    sampled = {**_how(served), "n": arguments.sets_n}
     _ask_sets(model, sets, sampled, run / "start" / "sets.json")
     folders: list[tuple[str, Path]] = []
     searches = bool(arms.rates)

@@ -239,7 +239,7 @@ def sft_settings_in(texts: Sequence[str]) -> tuple[Settings, list[str]]:
     """Return the settings of supervised training in "KEY=VALUE" texts, and a problem for each text
     that is none, or that a comparison of arms sets itself.
     """
-    found: Settings = {}
+    found: list[tuple[str, Any]] = []
     problems = []
     for text in texts:
         try:
@@ -250,8 +250,8 @@ def sft_settings_in(texts: Sequence[str]) -> tuple[Settings, list[str]]:
         if name in _OF_ARMS:
             problems.append(f"{name} is the same for all arms, or follows from RL's; leave it out")
         else:
-            found[name] = value
-    return found, problems
+            found.append((name, value))
+    return dict(found), problems
 
 
 def _changed(values: Settings, changes: Settings) -> Settings:

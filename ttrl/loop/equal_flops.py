@@ -43,12 +43,12 @@ def made_start(
     config: the run's, as it was given. served: the same with every setting filled in.
     """
     write_jsonl(run / "examples.jsonl", [dict(one) for one in start.examples])
-    settings = start_settings(config, start.settings, cuda=hardware.cuda)
     model = local_model(config.model, chat_template=config.chat_template is None)
-    settings["model"] = str(
-        with_chat_template(model, config.chat_template, run.absolute() / "model")
-    )
-    settings["data"] = str(run / "examples.jsonl")
+    settings = {
+        **start_settings(config, start.settings, cuda=hardware.cuda),
+        "model": str(with_chat_template(model, config.chat_template, run.absolute() / "model")),
+        "data": str(run / "examples.jsonl"),
+    }
     fitted = fit_supervised(settings, config, hardware, run)
     return supervised_run(
         run,
@@ -109,7 +109,7 @@ class EqualFlops:
             )
             supervised_run(
                 run,
-                fitted.settings | {"held_out": str(self._examples(sft)[1])},
+                {**fitted.settings, "held_out": str(self._examples(sft)[1])},
                 HeldOut((), held_out_config(self.served, self.served.validation_metric)),
                 by="flops",
                 marks=[self._flops[-1]],
@@ -148,7 +148,7 @@ class EqualFlops:
     def _fitted(self, sft: Supervised, run: Path) -> Fitted:
         """Return an arm's settings, with its data."""
         made, _ = TrainConfig.examine(read_mapping(self.rl / "config.yaml"))
-        settings = sft_settings(made, sft.settings) | {"data": str(self._examples(sft)[0])}
+        settings = {**sft_settings(made, sft.settings), "data": str(self._examples(sft)[0])}
         return fit_supervised(settings, self.config, self.hardware, run)
 
     def _examples(self, sft: Supervised) -> tuple[Path, Path]:
