@@ -4,6 +4,7 @@ hand (--tiny) and in e2e/.
 
 import asyncio
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -15,8 +16,10 @@ import pytest
 
 from ttrl import Task, TrainConfig
 from ttrl.cli.recipe_script import with_plain_template
+from ttrl.cli.sweep import read_sweep
 from ttrl.configs.experiments import EXPERIMENTS
-from ttrl.errors import ConfigError, UserError
+from ttrl.costs.parameters import adapter_parameters, decoder_parameters
+from ttrl.errors import ConfigError
 from ttrl.loop.checks import checked
 from ttrl.plans.open_choices import choose
 from ttrl.system.files import write_jsonl
@@ -434,7 +437,8 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
         "--set",
         "tasks_per_iteration=5",
     )
-    ((config, tasks, validation_tasks),) = trained
+    ((config, *given),) = trained
+    config, tasks, validation_tasks = checked(config, *given, model=False)
     assert len(tasks) == 5 == config.tasks_per_iteration and tasks == validation_tasks
     assert (config.validation_temperature, config.validation_samples, config.stop_at) == (
         0.0,
@@ -449,42 +453,32 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
         task.messages[0]["content"] for task in tasks
     }
     assert "held-out" not in (out := capsys.readouterr().out) and "on the 5 training tasks" in out
-    with pytest.raises(UserError, match="--overfit is 0, but there are 4096 tasks"):
-        run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "0")
+    for count, said in (("0", "overfit is 0"), ("5000", "overfit is 5000, and there are 4,096")):
+        with pytest.raises(ConfigError, match=said):
+            run("sort_letters", monkeypatch, "--check", "--run", "r", "--overfit", count)
 
 
-def test_overfitting_refuses_what_it_would_have_to_override(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_overfit_is_a_setting_with_a_shortcut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Trained
 ) -> None:
-    """All at once, before the recipe makes anything; what a preset says is no contradiction."""
-    wrong = [
-        "tasks_per_iteration=32",
-        "validation_samples=8",
-        "stop_at=0.9",
-        "curriculum=true",
-        "validation_temperature=0",
-        "lrr=1",
-    ]
-    with pytest.raises(ConfigError) as caught:
-        run(
-            "sort_letters",
-            monkeypatch,
-            "--run",
-            str(tmp_path / "run"),
-            "--overfit",
-            "5",
-            "--set",
-            *wrong,
-        )
-    assert caught.value.problems == [
-        "--overfit 5 means curriculum=false, but --set sets curriculum=true; leave one out",
-        "--overfit 5 means stop_at=null, but --set sets stop_at=0.9; leave one out",
-        "--overfit 5 means tasks_per_iteration=5, but --set sets tasks_per_iteration=32; leave "
-        "one out",
-        "--overfit 5 means validation_samples=1, but --set sets validation_samples=8; leave one "
-        "out",
-        "neither a run nor a recipe has a setting 'lrr'; did you mean 'lr'?",
-    ]
+    """`--set overfit=32`, as a sweep says it, is `--overfit 32`; other settings prevail over what
+    both mean.
+    """
+    smaller = ["tasks_per_iteration=8", "stop_at=0.9", "validate_every=2"]
+    arguments = ["--run", str(tmp_path / "run")]
+    run("sort_letters", monkeypatch, *arguments, "--overfit", "32")
+    run("sort_letters", monkeypatch, *arguments, "--set", "overfit=32", *smaller)
+    (one, *_), (other, *_) = trained
+    shown = ("tasks_per_iteration", "stop_at", "validate_every", "validation_samples", "overfit")
+    assert [getattr(one, name) for name in shown] == [32, None, 1, 1, 32]
+    assert [getattr(other, name) for name in shown] == [8, 0.9, 2, 1, 32]
+    both = [*arguments, "--overfit", "5", "--set"]
+    with pytest.raises(
+        ConfigError, match="--overfit is 5, but --set sets overfit=6; leave one out"
+    ):
+        run("sort_letters", monkeypatch, *both, "overfit=6", "lrr=1")
+    with pytest.raises(ConfigError, match="overfit is 'many'; it must be a whole number"):
+        run("sort_letters", monkeypatch, "--check", *arguments, "--set", "overfit=many")
     assert not (tmp_path / "run").exists()
 
 
@@ -571,10 +565,9 @@ def test_levels_of_puzzles(
     levels_up = ["--set", "level_up_at=0.5", "curriculum=true"]
     for more in (levels_up, ["--overfit", "2060"], ["--tiny", *levels_up]):
         run("reasoning_puzzles", monkeypatch, *arguments, *more)
-    for config, tasks, held_out in trained:
-        checked(config, tasks, held_out, model=False)
-    (whole, *_), (overfit, *_), _ = trained
-    levels, none, tiny = ([task.level for task in tasks] for _, tasks, _ in trained)
+    made = [checked(*one, model=False) for one in trained]
+    (whole, *_), (overfit, *_), _ = made
+    levels, none, tiny = ([task.level for task in tasks] for _, tasks, _ in made)
     assert (whole.curriculum, whole.level_up_at, levels.count(0), levels.count(1)) == (
         True,
         0.5,
@@ -661,6 +654,7 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
                     "kl_estimator": "full",
                     "kl_after_steps": 20,
                     "entropy_coefficient": 0.005,
+                    "validation_metric": "reward",
                 },
             },
             "P",
@@ -680,7 +674,7 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
                     "gradient_noise": True,
                     "validation_samples": 8,
                 },
-                **{"validate_every": 8, "keep_checkpoints": 65},
+                **{"validate_every": 8, "keep_checkpoints": 65, "lora_rank": 78},
             },
             "r1",
         ),
@@ -723,6 +717,43 @@ def test_logs_by_their_names(
     values = {**config.recipe_settings, **config.to_dict()}
     assert {key: values[key] for key in settings} == settings and config.problems() == []
     assert tasks[0].grader.style == style and changed.recipe_settings["lr"] == 1e-4
+
+
+def test_the_adapter_of_the_entropy_study_has_90_million_parameters() -> None:
+    """Of Qwen2.5-1.5B; counted from the shapes of its matrices, and by the planner."""
+    preset = runpy.run_path(str(ROOT / "recipes" / "gsm8k.py"))["PRESETS"]["entropy-study"]
+    width, feed_forward, keys, layers = 1536, 8960, 2 * 128, 28
+    attention = 2 * (width + width) + 2 * (width + keys)
+    by_hand = layers * (attention + 3 * (width + feed_forward)) * preset["lora_rank"]
+    settings = {"lora_rank": preset["lora_rank"], "lora_alpha": preset["lora_alpha"]}
+    config = TrainConfig(run="r", model="m", iterations=1, training=settings).recipe_config({})
+    counted = adapter_parameters(decoder_parameters(MODELS["qwen2.5_1.5b"]), config)
+    assert counted == by_hand == 90_015_744
+
+
+@pytest.mark.parametrize("name", ["chess_batch", "chess_samples"])
+def test_the_ab_tests_of_the_chess_log_have_equal_compute(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    """A file for each; both arms are right runs on the same 32 positions, judged by their reward,
+    with as many samples in all.
+    """
+    pytest.importorskip("chess")
+    chess_moves(tmp_path)
+    sweep = read_sweep(ROOT / "recipes" / "sweeps" / f"{name}.yaml", ["--data", str(tmp_path)])
+    for command in sweep.commands().values():
+        if "--seed 0" in " ".join(command):
+            run("chess_moves", monkeypatch, *command[1:], "--model", "tiny")
+    made = [checked(*one, model=False) for one in trained]
+    assert len(made) == 2 and sweep.by == "flops"
+    (one, *asked_one), (other, *asked_other) = made
+    assert asked_one[0] == asked_one[1] == asked_other[1] and len(asked_one[0]) == 32
+    sizes = ("tasks_per_iteration", "samples_per_task", "iterations")
+    shapes = [[getattr(config, size) for size in sizes] for config in (one, other)]
+    assert shapes[0] != shapes[1] and math.prod(shapes[0]) == math.prod(shapes[1])
+    for config in (one, other):
+        assert config.validation_metric == "reward" and config.validate_every == 1
+        assert config.resolved_validation_temperature == 0
 
 
 def test_a_base_model_is_asked_in_plain_text(tmp_path: Path) -> None:

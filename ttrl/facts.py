@@ -289,6 +289,9 @@ class Step(StepFigures):
     flops_by_part: dict[str, float] | None = None
     sampler_trainer: SamplerTrainer | None = None
     gradient_noise: StepNoise | None = None
+    held_out_loss: Number = None
+    """Of supervised training, in its last line: over the conversations in `held_out`."""
+    held_out_flops: Number = None
 
 
 class TrainFigures(StepFigures):

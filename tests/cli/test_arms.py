@@ -1,14 +1,11 @@
 """Arms at equal FLOPs: what SFT is trained on, what is asked when, how it goes on, and the report.
 
 Supervised training is the recipe's own, in this process. RL is a run folder made up here, whose
-FLOPs are therefore known; held-out tasks are answered by a server that sorts all words that have no
-a.
+FLOPs are known; held-out tasks are answered by a server that sorts all words that have no a.
 """
 
 import dataclasses
-import functools
 import json
-import re
 import shutil
 import types
 from pathlib import Path
@@ -16,26 +13,41 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.chat_server import ChatHandler, threaded
+from openai import AsyncOpenAI
+from support.chat_server import ChatHandler, choice, completion, threaded
 from support.facts import mark
 
-from ttrl import TrainConfig, evaluate, sft_recipe
-from ttrl.cli.arms import HeldOut, Means, Supervised, run_arms, supervised_first, supervised_run
+from ttrl import TrainConfig, evaluate, plan, sft_recipe
+from ttrl.cli import arms
+from ttrl.cli.arms import Supervised, run_arms, supervised_first
 from ttrl.cli.plan_command import PlanOptions
 from ttrl.configs import SFTConfig
 from ttrl.errors import ConfigError, RunFolderError, UserError
-from ttrl.facts import TrainFacts
+from ttrl.facts import Sync, TrainFacts
+from ttrl.loop import equal_flops
+from ttrl.loop import supervised_run as supervised_module
+from ttrl.loop.supervised_run import HeldOut, held_out_config, supervised_run
+from ttrl.plans.plan import Plan
 from ttrl.plans.supervised import Hardware
+from ttrl.report.compared_runs import spent
 from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.reader import read_run
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
+from ttrl.text import si_spaced
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.parallel.distributed import Ranks
+
+try:
+    import httpx2 as http
+except ImportError:
+    import httpx as http
 
 pytestmark = pytest.mark.usefixtures("short_canaries")
 QWEN = json.loads(
     (Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text()
 )["qwen2.5_7b"]
+PROBED = PlanOptions(probe=True)
 TASKS = get_sort_letters_tasks("train", 64, partial_credit=0)
 HELD_OUT = get_sort_letters_tasks("validation", 12, partial_credit=0)
 EXAMPLES = sort_letters_examples(16)
@@ -43,10 +55,56 @@ EXAMPLES = sort_letters_examples(16)
 EACH = {"prefill": 2e6, "decode": 6e6, "training": 1.2e7, "recomputation": 9e7, "validation": 4e6}
 
 
+def reply_to(body):
+    word = body["messages"][-1]["content"].removeprefix("sort: ")
+    return word if "a" in word else "".join(sorted(word))
+
+
 class _Sorter(ChatHandler):
     def reply(self, body):
-        word = body["messages"][-1]["content"].removeprefix("sort: ")
-        return (word if "a" in word else "".join(sorted(word))), "stop"
+        return reply_to(body), "stop"
+
+
+class _Servers:
+    """Stands in for PolicyServer: any policy answers as the sorter does. `done` is the record."""
+
+    done: list
+
+    def __init__(self, config, logs, console, **_):
+        self.run = Path(config.run).name
+        self.up = False
+        assert config.validation_samples == 1 and config.device != "auto"
+
+    def serve(self, checkpoint, handover=None, start_from=None):
+        assert (checkpoint / "config.json").exists()
+        if not self.up:
+            self.done.append(("server", self.run))
+        self.up = True
+        self.done.append(("ask", self.run, int(checkpoint.parent.name)))
+        return Sync(mode="reload", seconds=0.0)
+
+    def rest(self):
+        if self.up:
+            self.done.append(("rest", self.run))
+
+    def stop(self):
+        self.up = False
+
+    def check(self):
+        assert self.up
+
+    model_name = "policy"
+
+    def endpoints(self):
+        def answer(request):
+            if request.method == "GET":
+                return http.Response(404)
+            body = json.loads(request.content)
+            assert body["temperature"] == 0 and body["max_tokens"] == 9
+            return http.Response(200, json=completion([choice(0, reply_to(body))]).body)
+
+        client = http.AsyncClient(transport=http.MockTransport(answer))
+        return [AsyncOpenAI(base_url="http://fake/v1", api_key="k", http_client=client)]
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +128,9 @@ def answers(address, tmp_path_factory):
 
 
 @pytest.fixture
-def world():
+def world(address, answers, monkeypatch):
     """What was trained and asked, in order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two of them wait for each other longer than such a model computes
-    yield []
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def means_on(world, address, answers):
-    """`means_on(gpus, tune)`: what trains and asks in this world, on GPUs of these bytes, if any."""
-    done, (said, exact) = world, answers
+    done, (said, exact), threads = [], answers, torch.get_num_threads()
 
     def tune_here(config, path, *, recipe, nproc_per_node, pbar_desc):
         assert nproc_per_node == 1
@@ -100,14 +149,13 @@ def means_on(world, address, answers):
         done.append(("ask", Path(model).name, *tasks))
         return evaluate(address, tasks, **settings)
 
-    def train(cuda, config, *, tasks, validation_tasks):
+    def train(config, *, tasks, validation_tasks):
         folder = RunFolder(config.run)
         done.append(("RL", folder.path.name))
         if (folder.path / "metrics.jsonl").exists():
             return types.SimpleNamespace(checkpoint=Path(config.model))
         folder.path.mkdir(parents=True)
-        resolved = config.resolved(cuda)
-        (folder.path / "config.yaml").write_text(yaml.safe_dump(resolved.to_dict()))
+        (folder.path / "config.yaml").write_text(yaml.safe_dump(config.resolved(False).to_dict()))
         rows, total = [], 0.0
         for number in range(config.iterations + 1):
             folder.iteration(number).path.mkdir(parents=True)
@@ -132,18 +180,14 @@ def means_on(world, address, answers):
         (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return types.SimpleNamespace(checkpoint=Path(config.model))
 
-    def made(gpus=(), tune=tune_here):
-        hardware = Hardware(list(gpus), 1e12)
-        train_there = functools.partial(train, hardware.cuda)
-        return Means(train_there, tune, ask_there, lambda config: hardware)
-
-    return made
-
-
-@pytest.fixture
-def means(means_on):
-    """Without GPUs."""
-    return means_on()
+    for name, replacement in (("evaluate", ask_there), ("train", train)):
+        monkeypatch.setattr(arms, name, replacement)
+    for name, replacement in (("tune", tune_here), ("PolicyServer", _Servers)):
+        monkeypatch.setattr(supervised_module, name, replacement)
+    _Servers.done = done
+    torch.set_num_threads(1)  # two of them wait for each other longer than such a model computes
+    yield done
+    torch.set_num_threads(threads)
 
 
 def settings(model, tmp_path):
@@ -160,23 +204,28 @@ def settings(model, tmp_path):
     }
 
 
+def asked_of(model, metric="exact"):
+    config = TrainConfig(run="", model=str(model), iterations=1, max_tokens=9, device="cpu")
+    return HeldOut(HELD_OUT, held_out_config(config.resolved(False), metric))
+
+
 def given(tmp_path, **others):
     plain = {
         "seeds": 2,
+        "sft": ["lr=1e-3"],
         "points": 2,
         "sets": None,
         "sets_n": None,
         "arm": [],
         "set": [],
         "check": False,
-        "plan": False,
+        "plan": None,
     }
-    return types.SimpleNamespace(
-        run=tmp_path / "run", seed=0, overfit=None, model="", **plain | others
-    )
+    fixed = {"run": tmp_path / "run", "seed": 0, "model": ""}
+    return types.SimpleNamespace(**fixed | plain | others)
 
 
-def run(arguments, model, means):
+def run(arguments, model):
     config = TrainConfig(
         run=str(arguments.run), model=str(model), iterations=2, tasks_per_iteration=4,
         samples_per_task=16, max_tokens=9, advantages="mean", validation_metric="exact",
@@ -191,14 +240,13 @@ def run(arguments, model, means):
         TASKS,
         HELD_OUT,
         start=start,
-        sft=Supervised(EXAMPLES, {**own, "lr": 1e-3}),
+        sft=Supervised(EXAMPLES, {**own, "lr": 1e-3 / 4}),
         sets=sets,
-        means=means,
     )
 
 
-def test_sft_takes_as_many_flops_as_rl(world, means, model, tmp_path):
-    said = run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model, means)
+def test_sft_takes_as_many_flops_as_rl(world, model, tmp_path):
+    said = run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model)
     folder = RunFolder(tmp_path / "run" / "SFT-1")
     steps = [folder.iteration(number).marker(TrainFacts).steps for number in (1, 2)]
     half = max(step["flops"] for part in steps for step in part) / 2
@@ -228,22 +276,22 @@ def test_sft_takes_as_many_flops_as_rl(world, means, model, tmp_path):
     assert (tmp_path / "run" / "compare.html").read_text().count("<svg") == 4
     # Every answer without an a is right from the beginning: the start is not trained, and every arm
     # is as good.
-    assert [one for one in world if one[1] == "start"] == [] and world[0] == (
-        "ask",
-        "model",
-        "held-out",
-    )
+    assert [one for one in world if one[1] == "start"] == [("server", "start"), ("ask", "start", 0)]
+    # RL's answers by the start are taken over; one server answers at both points.
+    assert [one for one in world if one[1] == "SFT-1" and one[0] != "train"] == [
+        *[("server", "SFT-1"), ("ask", "SFT-1", 1), ("rest", "SFT-1"), ("ask", "SFT-1", 2)],
+    ]
     before = len(world)
-    assert run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model, means) == said
+    assert run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model) == said
     assert [one[0] for one in world[before:]] == ["RL"] * 4  # whose finished runs say so themselves
 
 
-def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, means, model, tmp_path):
-    own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
+def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, tmp_path):
+    own, asked = settings(model, tmp_path), asked_of(model)
     right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
     assert 0.2 < right < 1
     checkpoint = supervised_run(
-        tmp_path / "all", own, asked, by="steps", marks=[2, 3], stop_at=right + 0.01, means=means
+        tmp_path / "all", own, asked, by="steps", marks=[2, 3], stop_at=right + 0.01
     )
     assert (
         checkpoint == tmp_path / "all/iterations/0002/checkpoint"
@@ -258,31 +306,27 @@ def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, means, m
         row["validation"]["exact"] for row in rows
     } == {right}
     assert (
-        supervised_run(
-            tmp_path / "none", own, asked, by="steps", marks=[2], stop_at=right, means=means
-        )
-        == model
+        supervised_run(tmp_path / "none", own, asked, by="steps", marks=[2], stop_at=right) == model
     )
     with pytest.raises(RunFolderError, match="marks"):
-        supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 4], means=means)
+        supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 4])
     with pytest.raises(UserError, match="no metric 'format'; choose one of reward, exact"):
         supervised_run(
             tmp_path / "other",
             own,
-            HeldOut(HELD_OUT, "format", {"max_tokens": 9}),
+            asked_of(model, "format"),
             by="steps",
             marks=[2],
-            means=means,
         )
 
 
-def test_a_killed_run_goes_on_where_it_was(world, means, model, tmp_path):
+def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
     """After a piece was trained but not asked, and in the middle of a piece: to the same
     weights.
     """
-    own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
-    whole = supervised_run(tmp_path / "whole", own, asked, by="steps", marks=[2, 4], means=means)
-    supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2], means=means)
+    own, asked = settings(model, tmp_path), asked_of(model)
+    whole = supervised_run(tmp_path / "whole", own, asked, by="steps", marks=[2, 4])
+    supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2])
     (tmp_path / "killed" / "config.yaml").unlink()
     folder = RunFolder(tmp_path / "killed")
     (folder.path / "metrics.jsonl").write_text(
@@ -292,14 +336,12 @@ def test_a_killed_run_goes_on_where_it_was(world, means, model, tmp_path):
     (folder.iteration(2).path).mkdir()
     (folder.iteration(2).path / "train.jsonl").write_text("{}\n")
     world.clear()
-    last = supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2, 4], means=means)
-    assert [one[0] for one in world] == ["ask", "train", "ask"]
+    last = supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2, 4])
+    assert [one[0] for one in world] == ["server", "ask", "rest", "train", "ask"]
     assert (last / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_a_run_begins_with_the_supervised_training_that_it_needs(
-    world, means, model, tmp_path, capsys
-):
+def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, tmp_path, capsys):
     """Unless it is only looked at; with what is wrong said before anything is trained; the same
     command finds it there again.
     """
@@ -308,37 +350,35 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(
     start = Supervised(
         EXAMPLES, {"batch_size": 2, "seq_len": 64, "lr": 1e-3}, marks=[2, 3], stop_at=right + 0.01
     )
-    for looked in ("check", "plan", "tiny"):
-        arguments = given(tmp_path, **{"tiny": False, looked: True})
-        assert supervised_first(arguments, config, TASKS, HELD_OUT, start, means) is config
+    for looked in ({"check": True}, {"plan": PROBED}, {"tiny": True}):
+        arguments = given(tmp_path, **{"tiny": False, **looked})
+        assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
     assert "start: 1 process in fp32, each with up to" in capsys.readouterr().out
     for looked in ({"check": True}, {}):
         wrong = dataclasses.replace(start, settings={"batch_size": 0})
         with pytest.raises(ConfigError, match="start: batch_size is 0"):
-            supervised_first(
-                given(tmp_path, tiny=False, **looked), config, TASKS, HELD_OUT, wrong, means
-            )
+            supervised_first(given(tmp_path, tiny=False, **looked), config, TASKS, HELD_OUT, wrong)
     with pytest.raises(ConfigError, match="max_tokens is 0"):
         supervised_first(
-            given(tmp_path, tiny=False, set=["max_tokens=0"]), config, TASKS, HELD_OUT, start, means
+            given(tmp_path, tiny=False, set=["max_tokens=0"]), config, TASKS, HELD_OUT, start
         )
     assert not world and not (tmp_path / "run").exists()
     arguments = given(tmp_path, tiny=False)
-    first = supervised_first(arguments, config, TASKS, HELD_OUT, start, means)
+    first = supervised_first(arguments, config, TASKS, HELD_OUT, start)
     assert first == dataclasses.replace(
         config, model=str(tmp_path / "run/start/iterations/0002/checkpoint")
     )
     trained = len(world)
     assert (
-        supervised_first(arguments, config, TASKS, HELD_OUT, start, means) == first
+        supervised_first(arguments, config, TASKS, HELD_OUT, start) == first
         and len(world) == trained
     )
 
 
 @pytest.fixture
-def gpus(means_on):
-    """`gpus.means(80e9, 80e9)`: two of them, as far as arms are concerned; `gpus.started`: what was
-    started in how many processes, with which settings.
+def gpus(world, monkeypatch):
+    """Two of them, as far as arms are concerned: what was started in how many processes, with which
+    settings.
     """
     started = []
 
@@ -360,9 +400,15 @@ def gpus(means_on):
         step |= {"lr": 1e-3, "seconds": 1.0, "flops_by_part": {"training": 4e6}}
         (Path(config["output_dir"]) / "train.jsonl").write_text(json.dumps(step) + "\n")
 
-    return types.SimpleNamespace(
-        started=started, means=lambda *memory: means_on(memory, tune_there)
-    )
+    def of(config):
+        return Hardware([80e9, 80e9], 1e12)
+
+    here = TrainConfig.resolved
+    # So does `train` there.
+    monkeypatch.setattr(TrainConfig, "resolved", lambda config, cuda: here(config, True))
+    monkeypatch.setattr(supervised_module, "tune", tune_there)
+    monkeypatch.setattr(Hardware, "of", of)
+    return started
 
 
 def test_supervised_training_takes_over_the_gpus_and_the_dtype_of_the_run(gpus, model, tmp_path):
@@ -384,19 +430,10 @@ def test_supervised_training_takes_over_the_gpus_and_the_dtype_of_the_run(gpus, 
     )
     sft = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64, "rows_per_microbatch": 1})
     for _ in range(2):
-        run_arms(
-            arguments,
-            config,
-            TASKS,
-            HELD_OUT,
-            start=start,
-            sft=sft,
-            sets={},
-            means=gpus.means(80e9, 80e9),
-        )
-    assert [name for name, _, _ in gpus.started] == ["start", "SFT-0", "SFT-0"]
-    assert {processes for _, processes, _ in gpus.started} == {2}
-    first, second, _ = (settings for _, _, settings in gpus.started)
+        run_arms(arguments, config, TASKS, HELD_OUT, start=start, sft=sft, sets={})
+    assert [name for name, _, _ in gpus] == ["start", "SFT-0", "SFT-0"]
+    assert {processes for _, processes, _ in gpus} == {2}
+    first, second, _ = (settings for _, _, settings in gpus)
     for settings in (first, second):
         assert settings["dtype"] == "bf16" and settings["rows_per_microbatch"] == 64
         assert settings["activation_checkpointing"] is False
@@ -405,50 +442,75 @@ def test_supervised_training_takes_over_the_gpus_and_the_dtype_of_the_run(gpus, 
     assert RunFolder(tmp_path / "run" / "SFT-0").config()["nproc_per_node"] == 2
 
 
-def test_what_does_not_fit_is_told_of_all_arms_before_anything_runs(world, gpus, tmp_path):
+def test_what_does_not_fit_is_told_of_all_arms_before_anything_runs(
+    world, gpus, tmp_path, monkeypatch
+):
     """RL trains adapters, which fit; the start trains all weights of 7 billion."""
     big = tmp_path / "big"
     big.mkdir()
     (big / "config.json").write_text(json.dumps(QWEN))
+    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([80e9], 1e12))
     with pytest.raises(ConfigError) as caught:
-        run(given(tmp_path, set=["lora_rank=32"]), big, gpus.means(80e9))
+        run(given(tmp_path, set=["lora_rank=32"]), big)
     (problem,) = caught.value.problems
     assert (
         problem.startswith("start: does not fit: the trainer needs")
         and "; or 2 such GPUs" in problem
     )
     assert "TTRL_IGNORE_MEMORY=1" in problem
+    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([24e9], 1e12))
     with pytest.raises(ConfigError) as caught:
-        run(given(tmp_path, arm=[["wide", "lora_rank=8"]]), big, gpus.means(24e9))
+        run(given(tmp_path, arm=[["wide", "lora_rank=8"]]), big)
     said = [problem.split(":")[0] for problem in caught.value.problems]
     assert said == ["RL", "wide", "start", "SFT"]
-    assert not world and not gpus.started and not (tmp_path / "run").exists()
+    assert not world and not gpus and not (tmp_path / "run").exists()
 
 
-def test_what_does_not_fit_a_start_is_told_before_it_begins(world, gpus, model, tmp_path):
-    arguments = given(tmp_path, tiny=False)
+def test_what_does_not_fit_a_start_is_told_before_it_begins(
+    world, gpus, model, tmp_path, monkeypatch
+):
     config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, max_tokens=9)
     start = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64}, marks=[2])
+    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([0.5e9], 1e12))
     with pytest.raises(ConfigError) as caught:
-        supervised_first(arguments, config, TASKS, HELD_OUT, start, gpus.means(0.5e9))
+        supervised_first(given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start)
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["RL", "start"]
-    assert not world and not gpus.started and not (tmp_path / "run").exists()
-    made = supervised_first(arguments, config, TASKS, HELD_OUT, start, gpus.means(80e9))
-    assert made.model == str(tmp_path / "run/start/iterations/0001/checkpoint")
-    assert [name for name, _, _ in gpus.started] == ["start"]
+    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([80e9], 1e12))
+    monkeypatch.setattr(
+        equal_flops, "supervised_run", lambda run, settings, *more, **others: settings["data"]
+    )
+    assert supervised_first(
+        given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start
+    ).model.endswith("examples.jsonl")
+    assert not world and not gpus
 
 
-def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path):
-    asked = given(tmp_path, plan=PlanOptions())
-    said = run(asked, model, gpus.means(80e9, 80e9))
-    plan, _, others = said.partition("\n\nSFT, of each seed, takes the ")
-    assert (tmp_path / "run/RL-0/plan.json").is_file() and "trainer" in plan
-    assert re.match(r"[\d.]+ .?FLOP that RL takes: steps over about [\d.]+ .?tokens\n\n", others)
-    assert "\n\nSupervised training\n  start: 2 processes in bf16, each with up to" in others
-    assert "\n  SFT: 2 processes in bf16" in others and not gpus.started
+def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path, monkeypatch):
+    def planned(arguments, config, *more):
+        made = plan(dataclasses.replace(config, device="cpu"), TASKS, HELD_OUT)
+        made.save(Path(config.run))
+        return "the run's plan"
+
+    monkeypatch.setattr(arms, "run_recipe", planned)
+    said = run(given(tmp_path, plan=PROBED, seeds=None, sft=[], model="m"), model)
+    parts = said.split("\n\n")
+    assert parts[0] == "the run's plan"
+    assert parts[2].startswith("Supervised training\n  start: 2 processes in bf16, each with up to")
+    assert "\n  SFT: 2 processes in bf16" in parts[2] and not gpus
+    sft, search, one, five = parts[1].splitlines()
+    made = Plan.load(tmp_path / "run" / "RL-0")
+    flops = 2 * (made.flops.sampling + made.flops.training + made.flops.prepass)
+    assert sft.startswith(
+        f"SFT, of each seed, takes the {si_spaced(flops)}FLOP that RL takes: step"
+    )
+    assert "among 8.3e-05, 0.00025, 0.00075, once: " in search
+    assert f"{si_spaced(3 * flops)}FLOP" in search
+    assert one.startswith("1 seed (--seeds 1): about ") and five.startswith("5 seeds (--seeds 5): ")
+    without = run(given(tmp_path, plan=PROBED, seeds=5), model).split("\n\n")[1]
+    assert len(without.splitlines()) == 2 and "its learning rate" not in without
 
 
-def test_wrong_arguments_are_told_before_anything_runs(world, means, model, tmp_path):
+def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
     for others, error, said in (
         ({"arm": [["RL", "lr=1"]]}, UserError, "--arm RL: choose another name"),
         ({"arm": [["a/b"]]}, UserError, "--arm a/b: choose another name"),
@@ -464,7 +526,54 @@ def test_wrong_arguments_are_told_before_anything_runs(world, means, model, tmp_
             "training: weight_decay is -1.0.*\\n.*SFT: weight_decay is -1.0",
         ),
         ({"seeds": 0}, UserError, "--seeds and --points must be at least 1"),
+        ({"sft": ["lrr=1"]}, ConfigError, "SFT: unknown key 'lrr'; did you mean 'lr'"),
+        ({"sft": ["steps=9"]}, ConfigError, "--sft: steps is the same for all arms, or follows"),
+        ({"arm": [["x", "sft.batch_size=0"]]}, ConfigError, "x: batch_size is 0"),
+        (
+            {"arm": [["x", "sft.lr=1", "temperature=1"]]},
+            UserError,
+            "--arm x: an arm is RL or SFT, and these are settings of both",
+        ),
+        ({"arm": [["x", "overfit=2"]]}, UserError, "overfit leaves no held-out tasks"),
     ):
         with pytest.raises(error, match=said):
-            run(given(tmp_path, **others), model, means)
+            run(given(tmp_path, **others), model)
     assert not world and not (tmp_path / "run").exists()
+
+
+def test_the_learning_rate_of_sft_is_the_best_of_three_by_held_out_loss(world, model, tmp_path):
+    """On as many FLOPs as the arm takes, and for no arm; a further arm takes it, too, and one with
+    its own rate does not.
+    """
+    more = [["other", "sft.batch_size=1"], ["own", "sft.lr=2e-3"]]
+    arguments = given(tmp_path, seeds=1, sft=["weight_decay=0.1"], arm=more)
+    said = run(arguments, model)
+    whole, folders = tmp_path / "run", {}
+    for rate in ("8.3e-05", "0.00025", "0.00075"):
+        folder = RunFolder(whole / "SFT-lr" / rate)
+        (row,) = [row for row in folder.metrics() if row.iteration]
+        steps = folder.iteration(1).marker(TrainFacts).taken()
+        assert abs(row.flops.cumulated - 4e7) <= max(step.flops for step in steps) / 2
+        assert not (folder.iteration(1).path / "checkpoint").exists()
+        assert folder.config()["training"]["lr"] == float(rate)
+        folders[rate] = steps[-1].held_out_loss, sum(step.flops for step in steps)
+    best = min(folders, key=lambda rate: folders[rate])
+    names = ("SFT-0", "other-0", "own-0")
+    settings = {name: RunFolder(whole / name).config()["training"] for name in names}
+    assert [settings[name]["lr"] for name in names] == [float(best), float(best), 2e-3]
+    assert [settings[name]["batch_size"] for name in names] == [2, 1, 2]
+    assert {one["weight_decay"] for one in settings.values()} == {0.1}
+    trained = read_jsonl(whole / "examples.jsonl")
+    held_out = read_jsonl(whole / "held_out_examples.jsonl")
+    assert trained + held_out == [*map(dict, EXAMPLES)] and len(held_out) == 1
+    assert not [one for one in world if one[1] in folders and one[0] != "train"]  # nothing is asked
+    page = (whole / "compare.html").read_text()
+    for text in (said, page):
+        assert "its FLOPs count for no arm" in text
+        for loss, _ in folders.values():
+            assert f"{loss:.4f}" in text
+    last = spent(read_run(whole / "SFT-0"))["flops"][-1]
+    assert last < 1.2 * 4e7 < sum(flops for _, flops in folders.values())
+    before = len(world)
+    assert run(arguments, model) == said
+    assert [one[0] for one in world[before:]] == ["RL"]

@@ -66,7 +66,6 @@ def test_options_of_recipes_are_settings_of_the_run():
         "own_set",  # without a preset's
         "check",
         "plan",
-        "overfit",
     }
 
 

@@ -215,5 +215,7 @@ def test_a_state_without_it_begins_at_the_reference(train):
     path = later / STORED
     tensors = load_file(path)
     save_file({name: tensors[name] for name in sorted(tensors)[1:]}, path)
-    with pytest.raises(RunFolderError, match=r"reward_model: the optimizer state belongs to another"):
+    with pytest.raises(
+        RunFolderError, match=r"reward_model: the optimizer state belongs to another"
+    ):
         train(samples, later)

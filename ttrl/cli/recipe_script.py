@@ -42,9 +42,11 @@ from ttrl.tiny_model import make_tiny_model
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
+    from ttrl.plans.plan import Plan
+
 _BY_OPTION = ("run", "seed")
 """Settings also read by recipes; --set would change them for the run only."""
-_ALSO_OPTIONS = ("model", "iterations", "weight_sync", "cluster", "nproc_per_node")
+_ALSO_OPTIONS = ("model", "iterations", "overfit", "weight_sync", "cluster", "nproc_per_node")
 """Settings with both an option and --set; --set changes them as the option does."""
 _PLAIN_TEMPLATE = (
     "{%- for message in messages -%}{{- message['content'] -}}"
@@ -124,10 +126,7 @@ def script_arguments(
             required=not data,
             help=f"a file, a folder, or a data set's name on the hub{shown}",
         )
-    same = (
-        "train on the same first N tasks in each iteration, and sample them greedily after each "
-        "step"
-    )
+    same = "train on the first N tasks alone, and ask them greedily after each step; --set prevails"
     parser.add_argument("--overfit", type=int, metavar="N", help=same)
     if presets:
         parser.add_argument(
@@ -156,12 +155,16 @@ def script_arguments(
         raise ConfigError("arguments", problems)
     if model is not None:
         _take_model(arguments)
+    _take_overfit(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
-    of_preset = _take_preset(arguments, parser, chosen)
+    implied = _take_preset(arguments, parser, chosen)
+    implied += [
+        _written(name, value) for name, value in _overfit_settings(arguments.overfit).items()
+    ]
     if arguments.cluster is not None:
         arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
     arguments.own_set = arguments.set
-    arguments.set = of_preset + arguments.own_set
+    arguments.set = implied + arguments.own_set
     arguments.run = arguments.run.absolute()
     if arguments.plan is not None and not arguments.plan.probe:
         arguments.check = True  # such a plan needs no model made by the recipe first
@@ -183,13 +186,6 @@ def _contradictions(
     """Return contradictions between --set and other options, and misspelled names in --set."""
     given, misspelled = settings_in(arguments.set)
     found = []
-    meant: Settings = {}
-    if arguments.overfit is not None:
-        meant = _overfit_settings(arguments.overfit)
-    for name in given.keys() & meant.keys():
-        if given[name] != meant[name]:
-            why = f"--overfit {arguments.overfit} means {_written(name, meant[name])}"
-            found.append(f"{why}, but --set sets {_written(name, given[name])}; leave one out")
     for name in given.keys() & vars(arguments).keys():
         own = getattr(arguments, name)
         option = f"--{name.replace('_', '-')}"
@@ -231,6 +227,15 @@ def _take_model(arguments: argparse.Namespace) -> None:
     arguments.set = [text for text in arguments.set if text.partition("=")[0] != "model"]
 
 
+def _take_overfit(arguments: argparse.Namespace) -> None:
+    """Move `overfit` in --set to the option: it means further settings, and recipes read it."""
+    given = settings_in(arguments.set)[0].get("overfit")
+    if type(given) is not int:
+        return  # a wrong value is reported with all other problems
+    arguments.overfit = given
+    arguments.set = [text for text in arguments.set if text.partition("=")[0] != "overfit"]
+
+
 def _written(name: str, value: Any) -> str:
     if isinstance(value, str):
         text = value
@@ -239,11 +244,14 @@ def _written(name: str, value: Any) -> str:
     return f"{name}={text}"
 
 
-def _overfit_settings(count: int) -> Settings:
-    """Return the settings behind --overfit: no other tasks, and greedy answers to them after each
-    step.
+def _overfit_settings(count: int | None) -> Settings:
+    """Return the settings behind --overfit: no other tasks, all of them in each iteration, and
+    greedy answers to them after each step.
     """
+    if count is None:
+        return {}
     return {
+        "overfit": count,
         "tasks_per_iteration": count,
         "dynamic_sampling": None,
         "max_extra_tasks": None,
@@ -359,26 +367,21 @@ def run_recipe(
             config, tasks, validation_tasks, make=not arguments.check
         )
         config, _ = with_settings(config, arguments.own_set)
-    count = getattr(arguments, "overfit", None)
-    if count is not None and getattr(arguments, "tiny", False):
-        count = min(count, len(tasks))
-    if count is not None and not 1 <= count <= len(tasks):
-        problems.append(
-            f"--overfit is {count}, but there are {len(tasks)} tasks; give a number from 1 to "
-            f"{len(tasks)}"
-        )
-    elif count is not None:
-        tasks = [dataclasses.replace(task, level=0) for task in tasks[:count]]
-        validation_tasks = tasks
-        config = dataclasses.replace(config, **_overfit_settings(count))
-        what = f"{what} on the {count} training tasks"
+        if config.overfit is not None:
+            count = min(config.overfit, len(tasks))
+            config = dataclasses.replace(config, **_overfit_settings(count))
+    if config.overfit is not None:
+        what = f"{what} on the {config.overfit} training tasks"
     asked: PlanOptions | None = arguments.plan
     if arguments.check or problems:
         is_planned = asked is not None and not problems
         needed = _is_to_be_had(arguments) and not is_planned
-        checked(config, tasks, validation_tasks, model=needed, problems=problems)
+        config, tasks, validation_tasks = checked(
+            config, tasks, validation_tasks, model=needed, problems=problems
+        )
         if is_planned:
-            return _rough_plan(arguments, config, tasks, validation_tasks)
+            assert asked is not None
+            return asked.text(rough_plan(arguments, config, tasks, validation_tasks))
         if not tasks or not validation_tasks:
             raise UserError(
                 f"{len(tasks)} tasks and {len(validation_tasks)} held out: the data is too small; "
@@ -412,19 +415,19 @@ def run_recipe(
         tried = "tried out, with random rewards added for training\n"
     else:
         tried = ""
-    if getattr(arguments, "overfit", None):
+    if config.overfit is not None:
         held_out = ""
     else:
         held_out = "held-out "
     return f"{tried}{held_out}{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
 
 
-def _rough_plan(
+def rough_plan(
     arguments: argparse.Namespace,
     config: TrainConfig,
     tasks: Sequence[Task],
     validation_tasks: Sequence[Task],
-) -> str:
+) -> "Plan":
     """Plan without running anything. A model made from a tiny one by the recipe has its shape."""
     asked: PlanOptions = arguments.plan
     made_first = not _is_to_be_had(arguments) and not Path(config.model).exists()
@@ -434,7 +437,7 @@ def _rough_plan(
             model = make_tiny_model(Path(scratch, "model"))
             planned = dataclasses.replace(config, model=str(model))
         made = asked.plan(planned, tasks, validation_tasks)
-    return asked.text(dataclasses.replace(made, model=config.model))
+    return dataclasses.replace(made, model=config.model)
 
 
 def _prompt_size(task: Task) -> int:

@@ -627,6 +627,11 @@ class SFTConfig(TrainingConfig):
     """Folder of the optimizer state to continue from, with the next conversations after its steps;
     None starts from zero.
     """
+    held_out: str | None = None
+    """Further conversations, in a file like `data`, never trained on. The last line of train.jsonl
+    has the mean -log π of their trained tokens under the trained weights (`held_out_loss`), and the
+    FLOPs for it (`held_out_flops`), which no other figure includes.
+    """
     save_state: bool = False
     """Also write output_dir/state, for another run to continue from."""
     batch_size: int = 64

@@ -90,6 +90,11 @@ class TrainConfig(Config):
 
     tasks_per_iteration: int = 32
     """Tasks sampled in an iteration. Their order is shuffled, and reshuffled every epoch."""
+    overfit: int | None = None
+    """Train on the first N tasks only, levels aside, and validate on these same tasks: a model that
+    does not learn them shows a fault in settings or rewards. An iteration has at most N tasks.
+    None: train on all tasks, and validate on the held-out ones.
+    """
     samples_per_task: int = 16
     """Completions of each task. They form a group, and their rewards are compared. At least 2."""
     max_tokens: int = 1024
@@ -413,6 +418,7 @@ class TrainConfig(Config):
             "samples_per_task",
             "max_tokens",
             "tokens_per_iteration",
+            "overfit",
         )
         found += self.at_least(
             1, "max_staleness", "validation_samples", "seq_len", "nproc_per_node", "num_threads"
