@@ -106,10 +106,11 @@ class TrainingConfig(Config):
 
     # Optimizer
 
-    optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "rmsprop", "sgd"] = "adamw"
     """"adamw_8bit" keeps both moments in 8 bits (arXiv 2110.02861, torchao's), a quarter of the
-    memory; on CPU it needs a C++ compiler. "sgd" has no state: W ← W - lr·g, for tests and
-    measurements.
+    memory; on CPU it needs a C++ compiler. "rmsprop" divides the gradient by the root of its mean
+    square, and "sgd" takes it as it is: W ← W - lr·g. Both are PyTorch's. They need learning rates
+    of their own, and without `momentum` half of AdamW's state, and none.
     """
     optimizer_on_cpu: bool = False
     """Keep AdamW's state and take its step on the CPU; gradients are copied there during the
@@ -133,11 +134,14 @@ class TrainingConfig(Config):
     beta1: float = 0.9
     """AdamW: decay per step of the mean of gradients; in [0, 1)."""
     beta2: float = 0.95
-    """AdamW: decay per step of the mean of squared gradients; in [0, 1)."""
+    """AdamW, RMSprop: decay per step of the mean of squared gradients; in [0, 1)."""
     eps: float = 1e-8
-    """AdamW: added to the root of that mean before it divides the step."""
+    """AdamW, RMSprop: added to the root of that mean before it divides the step."""
+    momentum: float = 0.0
+    """SGD, RMSprop: share of the last step's direction in the next one's; in [0, 1)."""
     weight_decay: float = 0.0
     """AdamW: each step also takes lr·weight_decay of each matrix from it; not of norms and biases.
+    SGD and RMSprop add weight_decay·W to the gradient.
     """
     max_grad_norm: float | None = 1.0
     """Global norm to which gradients are clipped; None: no clipping."""
@@ -286,7 +290,12 @@ class TrainingConfig(Config):
         found += self.at_least(
             1, "row_length_multiple", "checkpoint_every", "tensor_parallel", "context"
         )
-        found += self.within("[0, 1)", "beta1", "beta2") + self.above_zero("eps")
+        found += self.within("[0, 1)", "beta1", "beta2", "momentum") + self.above_zero("eps")
+        if self.momentum and self.optimizer not in ("sgd", "rmsprop"):
+            found.append(
+                f"momentum is {self.momentum}, which does nothing with optimizer "
+                f"{self.optimizer!r}; AdamW's is beta1"
+            )
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             found.append(
                 f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or null for no "

@@ -45,7 +45,13 @@ from ttrl.costs.parameters import (
     trained_parameters,
     undivided_parameters,
 )
-from ttrl.costs.storage import BYTES, PACKED_POSITION_BYTES, STATE_BYTES, model_bytes, state_bytes
+from ttrl.costs.storage import (
+    BYTES,
+    PACKED_POSITION_BYTES,
+    model_bytes,
+    state_bytes,
+    state_bytes_each,
+)
 
 Device = Literal["cpu", "cuda"]
 Parts = dict[str, float]
@@ -351,15 +357,13 @@ class _Training:
         if gradients:
             parts["gradients"] = self.trainable * _FP32
         if moments and not (self.settings.optimizer_on_cpu and self.cuda):
-            parts["optimizer state"] = self.trainable * STATE_BYTES[self.settings.optimizer]
+            parts["optimizer state"] = self.trainable * state_bytes_each(self.settings)
         return parts
 
     def _loading(self) -> Parts:
         continued = self.workload.continued
         state = (
-            self.trainable * STATE_BYTES[self.settings.optimizer]
-            if continued and not self.cuda
-            else 0.0
+            self.trainable * state_bytes_each(self.settings) if continued and not self.cuda else 0.0
         )
         return self._held(moments=continued) | {"mapped files": max(state, self.mapped)}
 

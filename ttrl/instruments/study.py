@@ -57,17 +57,15 @@ from ttrl.instruments.entropy import effective_size
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.fisher import Projection, entropy_change, fisher_kernel, token_gradients
 from ttrl.instruments.linear_response import (
-    AdamW,
     Response,
-    Update,
     Vector,
-    adamw_update,
     agreement,
     inner,
     linear_regime,
     moved,
 )
 from ttrl.instruments.tokens import covariance_outliers, mismatch
+from ttrl.instruments.update_rules import Update, rule_of
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
 from ttrl.training.objective.objective import objective_from
@@ -212,7 +210,9 @@ class _Study:
         self.moments = {
             name: tensor.clone() for name, tensor in state_tensors(self.policy, self._optimizer)
         }
-        self.taken = max(int(self.moments[f"{name}.step"]) for name in self.names)
+        counts = [int(v) for name, v in self.moments.items() if name.endswith(".step")]
+        taken = max(counts, default=self.trained.stepper.global_step)
+        self.rule = rule_of(config, taken)
         self.scale = self._scale(self.step)
         self.eta = learning_rate(config, self.trained.stepper.global_step) * self.scale
         if not self.eta:
@@ -243,7 +243,7 @@ class _Study:
         if self.head is not None:
             self.head.to(self.dtype)
         for state in self._optimizer.state.values():
-            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:  # there is none at first
+            for name in state.keys() & set(self.rule.moments):  # there is none at first
                 state[name] = state[name].to(self.dtype)
         self.origin = {name: tensor.to(self.dtype) for name, tensor in self.origin.items()}
         self.start = {name: tensor.to(self.dtype) for name, tensor in self.start.items()}
@@ -360,15 +360,12 @@ class _Study:
         )
 
     def _update(self, step: Step, gradients: Vector | None = None) -> Update:
-        """Return AdamW's vector, as the recipe takes it; parameters keep the clipped gradient. Give
-        `gradients` if they are known and still there.
+        """Return the optimizer's vector, as the recipe takes it; parameters keep the clipped
+        gradient. Give `gradients` if they are known and still there.
         """
         if gradients is None:
             gradients = self._gradients(step)
-        config = self.config
-        betas = (config.beta1, config.beta2)
-        settings = AdamW(*betas, config.eps, config.weight_decay, self.taken + 1)
-        return adamw_update(self.start, gradients, self.moments, settings, self.dtype)
+        return self.rule.update(self.start, gradients, self.moments, self.dtype)
 
     def _gradients(self, step: Step) -> Vector:
         """Return copies of the clipped gradient; it stays with the parameters."""
@@ -380,11 +377,12 @@ class _Study:
     @contextlib.contextmanager
     def _stepped(self) -> Iterator[None]:
         """Take the optimizer's own step with the present gradient, and take it back."""
+        had_state = bool(self._optimizer.state)
         self.trained.stepper.begin(self.scale)
         self._optimizer.step()
         yield
         self._put(self.start)
-        if not self.taken:
+        if not had_state:
             self._optimizer.state.clear()
             return
         for name, p in self.names.items():
@@ -402,7 +400,7 @@ class _Study:
     def _true_step(self) -> Vector:
         found = self._moved_by(self.start)
         if not any(bool(moved.any()) for moved in found.values()):
-            raise self._unmoved("its gradient and AdamW's moments are 0")
+            raise self._unmoved("its gradient and the optimizer's moments are 0")
         return found
 
     @torch.no_grad()
@@ -454,13 +452,9 @@ class _Study:
         by "sequence" of each token. "sequences": cosines of whole answers, with the "task" of each.
         """
         kinds: dict[str, Vector | None] = {"sgd": None}
-        if self.taken:
-            correction = 1 - self.config.beta2**self.taken
-            eps = self.config.eps
-            kinds["adamw"] = {
-                n: 1 / ((self.moments[f"{n}.exp_avg_sq"] / correction).sqrt() + eps)
-                for n in self.names
-            }
+        preconditioner = self.rule.preconditioner(self.moments)
+        if preconditioner is not None:
+            kinds[self.rule.name] = preconditioner
         size = sum(p.numel() for p in self.names.values())
         if count * size > MOST_WHOLE:
             projection = Projection(self.names, PROJECTED, self.seed)

@@ -71,7 +71,7 @@ def study_text(found: Mapping[str, Any]) -> str:
         lines.append(f"{trainer} − sampler, {name}: {sizes}{share}")
     kernel = found.get("kernel")
     if kernel:
-        for kind in ("sgd", "adamw"):
+        for kind in ("sgd", "adamw", "rmsprop"):
             if kind in kernel:
                 one = kernel[kind]
                 count = kernel["tokens"]
@@ -250,7 +250,7 @@ def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
     Returns the path.
     """
     kernel: Mapping[str, Any] = found.get("kernel", {})
-    kinds = [kind for kind in ("sgd", "adamw") if kind in kernel]
+    kinds = [kind for kind in ("sgd", "adamw", "rmsprop") if kind in kernel]
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     left, *others = figure.subplots(
         1, 3 if kinds else 2, width_ratios=(2, 1, 1)[: 3 if kinds else 2]
