@@ -264,7 +264,7 @@ def test_a_base_of_few_bits_is_studied_as_it_is(
     }
     checkpoint = train(tmp_path, 2, model_folder(), **settings)
     found = study(checkpoint, sequences=32, factors=[0.02, 0.04], dtype="fp64")
-    policy = load_policy(module._config_of(checkpoint, str(tmp_path), None), ALONE)
+    policy = load_policy(module.study_config(checkpoint, str(tmp_path), None), ALONE)
     parameters = policy.parameters_by_name()
     held = {name: plain(p).float() for name, p in parameters.items() if not is_adapter(name)}
     held = to_hugging_face_names(held, policy.decoder.config)
@@ -473,7 +473,7 @@ def test_the_reference_of_a_part_is_that_of_its_own_tokens(run, model_folder, tm
     """With KL over the vocabulary, a step holds the reference's hidden states at its labels: a half
     has those of its own.
     """
-    config = module._config_of(run, str(tmp_path), None)
+    config = module.study_config(run, str(tmp_path), None)
     reference = {
         "reference_model": str(model_folder()),
         "kl_coefficient": 0.1,
@@ -522,7 +522,7 @@ def test_tokens_are_drawn_whatever_a_model_wrote(tmp_path):
 
 
 def test_the_gradient_is_the_slope_of_the_values_in_any_direction(run, tmp_path):
-    config = dataclasses.replace(module._config_of(run, str(tmp_path), None), state=None)
+    config = dataclasses.replace(module.study_config(run, str(tmp_path), None), state=None)
     policy = load_policy(config, ALONE).double()
     policy.compute_dtype = torch.float64
     packed = PackedTensors.load(config.packed)

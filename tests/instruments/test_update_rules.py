@@ -186,7 +186,7 @@ def test_moments_of_8_bits_make_the_same_vector_as_torchaos_step():
     )
     true = {"w": (weight.detach().double() - before.double()) / LR}
     found = agreement(update, true)
-    assert found.cosine > 1 - 1e-8 and found.norm_ratio == pytest.approx(1, abs=1e-4)
+    assert found.cosine > 1 - 1e-6 and found.norm_ratio == pytest.approx(1, abs=1e-4)
     after = rule_of(config, taken=6).stepped("w", before, gradient, moments).after
     rounded = state["exp_avg"].dequantize().double()
     error = (rounded - after["exp_avg"]).norm() / after["exp_avg"].norm()

@@ -258,9 +258,14 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64); of a checkpoint"
     parser.add_argument("--factors", metavar="A,B,…", help=factors)
     dtype = "of the study, not of the run; fp64 sees small steps that fp32 rounds away (fp32)"
-    parser.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32", help=dtype)
+    parser.add_argument("--dtype", choices=("fp32", "fp64"), help=dtype)
     device = "where to compute (the run's); cpu also studies runs that were made on a GPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
+    precision = (
+        "repeat the sweep in bf16, fp32 and fp64, and show where precision and linearity end; "
+        "takes --dtype fp64; of a checkpoint"
+    )
+    parser.add_argument("--precision", action="store_true", help=precision)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     kernel = (
         "also the Fisher kernel of so many tokens, each of which takes two backward passes (0: "
@@ -288,15 +293,19 @@ def run_study(arguments: argparse.Namespace) -> int:
         problems.append(f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2")
     if arguments.sequences < 2:
         problems.append(f"--sequences is {arguments.sequences}; it must be at least 2")
-    if is_run and (arguments.factors is not None or arguments.kernel):
+    if is_run and (arguments.factors is not None or arguments.kernel or arguments.precision):
         problems.append(
-            f"--factors and --kernel are for one checkpoint, and {arguments.path} is a run"
+            f"--factors, --kernel and --precision are for one checkpoint, and {arguments.path} is "
+            "a run"
         )
+    if arguments.precision and arguments.dtype == "fp32":
+        problems.append("--precision compares with float64, and --dtype is fp32: leave it out")
     if problems:
         raise ConfigError("arguments", problems)
     print(f"ttrl study: loading PyTorch, then {arguments.path}", file=sys.stderr, flush=True)
     try:
         from ttrl.instruments import study_run
+        from ttrl.instruments.precision_sweep import PRECISION_FACTORS
         from ttrl.instruments.study import FACTORS, study
         from ttrl.instruments.study_report import study_text, write_study
     except ModuleNotFoundError as error:
@@ -307,7 +316,8 @@ def run_study(arguments: argparse.Namespace) -> int:
         ) from error
     from ttrl.report.page import leave_report
 
-    options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "device", "seed")}
+    options = {name: getattr(arguments, name) for name in ("sequences", "device", "seed")}
+    options["dtype"] = arguments.dtype or ("fp64" if arguments.precision else "fp32")
     if is_run:
         say("\n".join(textwrap.wrap(study_run.HEADING, 100)) + "\n")
         say(study_run.row_text(None))
@@ -318,7 +328,11 @@ def run_study(arguments: argparse.Namespace) -> int:
         paths = study_run.write_steps(every, arguments.output or arguments.path / "study")
     else:
         found = study(
-            arguments.path, factors=factors or FACTORS, kernel=arguments.kernel, **options
+            arguments.path,
+            factors=factors or (PRECISION_FACTORS if arguments.precision else FACTORS),
+            kernel=arguments.kernel,
+            precision=arguments.precision,
+            **options,
         )
         say(study_text(found))
         paths = write_study(found, arguments.output or arguments.path.parent / "study")

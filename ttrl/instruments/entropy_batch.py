@@ -95,6 +95,7 @@ class EntropyBatch:
         here: Ranks,
     ) -> None:
         self._policy = policy
+        self.device = here.device
         full = {id(p): name for name, p in policy.named_parameters()}
         self._full_names = {name: full[id(p)] for name, p in policy.parameters_by_name().items()}
         chosen = only(packed, list(times))

@@ -1,11 +1,10 @@
-"""Study one optimizer step of a run: AdamW's vector, and its effect on the entropy of whole
+"""Study one optimizer step of a run: the optimizer's vector, and its effect on the entropy of whole
 answers.
 
 The folder of an iteration holds the start of its training: grpo.yaml names model, state and pack.
 The study reports
 
-    step      AdamW's vector by hand against the true step of the optimizer, and against the
-              checkpoint
+    step      the optimizer's vector by hand against its true step, and against the checkpoint
     entropy   of the answers, by both estimates
     response  H(θ + ηv) over a sweep of η, by importance weights on the same answers, against
               δH₁ = η⟨∇H, v⟩ and the second order
@@ -33,26 +32,27 @@ its own, fp32 or fp64, for all of the above. Three things stay in the run's dtyp
 the studied one, the distance to the run's checkpoint, and `mismatch`, a measure of the run's own
 precision.
 
-For one process; only adapters if the run trains adapters. Never run on a GPU.
+For one process, after runs of any number (`ttrl.instruments.study_config`); only adapters if the
+run trains adapters. Never run on a GPU.
 """
 
 import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.func import functional_call
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.data.packing.packed import normaliser
-from ttrl.errors import ConfigError, RunFolderError, UnmovedStepError
+from ttrl.errors import UnmovedStepError
 from ttrl.instruments.entropy import effective_size
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.fisher import Projection, entropy_change, fisher_kernel, token_gradients
@@ -64,16 +64,24 @@ from ttrl.instruments.linear_response import (
     linear_regime,
     moved,
 )
+from ttrl.instruments.precision import Dtype, precision_of, prove_device, prove_model
+from ttrl.instruments.precision_sweep import precision_sweep
+from ttrl.instruments.study_config import StudyDevice, study_config
 from ttrl.instruments.tokens import covariance_outliers, mismatch
 from ttrl.instruments.update_rules import Update, rule_of
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
 from ttrl.training.objective.objective import objective_from
-from ttrl.training.optimizer.optimizer import OptimizerInBackward, learning_rate
-from ttrl.training.optimizer.state import state_tensors
+from ttrl.training.optimizer.optimizer import (
+    OptimizerInBackward,
+    learning_rate,
+    make_optimizer,
+)
+from ttrl.training.optimizer.state import rounded_to_8_bits, state_tensors
 from ttrl.training.parallel.distributed import Ranks, derived_generator, ranks
 from ttrl.training.parallel.gradients import clip_gradients
 from ttrl.training.policy.adapters import as_policy_of
+from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import adapted
 from ttrl.training.policy.policy import HeadOptions
 from ttrl.training.policy.value_head import ValueHead
@@ -81,7 +89,6 @@ from ttrl.training.prepass import Prepass
 from ttrl.training.resident import Trained, load_trained
 from ttrl.training.step import GradientStep, StepResult
 from ttrl.training.timing import Stopwatch
-from ttrl.training.train_log import TrainProgress
 
 StudyDtype = Literal["fp32", "fp64"]
 _DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
@@ -103,66 +110,29 @@ def study(
     sequences: int = 256,
     factors: Sequence[float] = FACTORS,
     dtype: StudyDtype = "fp32",
-    device: Literal["cpu", "cuda"] | None = None,
+    device: StudyDevice | None = None,
     seed: int = 0,
     kernel: int = 0,
     update: int = 1,
+    precision: bool = False,
 ) -> dict[str, Any]:
     """Study an optimizer step of the iteration that made `checkpoint`: number `update`, from 1.
 
     sequences: of the entropy batch. dtype: in fp32, small steps are lost in rounding. device: None
-    takes the run's. kernel: tokens of the Fisher kernel.
+    takes the run's. kernel: tokens of the Fisher kernel. precision: repeat the sweep in bf16, fp32
+    and fp64, for a study in fp64.
 
     Returns the content of study.json. Raises RunFolderError if a file from the iteration's start is
-    gone, ConfigError for an optimizer other than plain AdamW and for a missing device,
-    UnmovedStepError for a step without movement.
+    gone, ConfigError for a missing device and for float64 without a proof, UnmovedStepError for a
+    step without movement.
     """
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
-        config = _config_of(Path(checkpoint), scratch, device)
+        config = study_config(Path(checkpoint), scratch, device, update - 1)
         with ranks(config) as here:
+            if dtype == "fp64" and here.device.type != "cpu":
+                prove_device(here.device)
             found = _Study(config, here, seed, dtype, update - 1)
-            return found.run(Path(checkpoint), sequences, factors, kernel)
-
-
-def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | None) -> GRPOConfig:
-    path = checkpoint.parent / "grpo.yaml"
-    if not path.is_file():
-        raise RunFolderError(
-            f"{path} is not there; give the checkpoint of an iteration that was trained, such as "
-            "runs/NAME/iterations/0007/checkpoint"
-        )
-    values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    config = GRPOConfig.parse(values, str(path))
-    for name in ("model", "packed", "state"):
-        value = getattr(config, name)
-        if value is not None and not Path(value).exists():
-            raise RunFolderError(
-                f"{name} of {path} is gone: {value}; a run keeps the states of its last two "
-                "iterations, and the checkpoints that "
-                "keep_checkpoints says: study one of those, from the folder that the run was "
-                "started in"
-            )
-    problems = []
-    plain = config.optimizer == "adamw" and config.tensor_parallel == 1
-    if not plain or config.optimizer_in_backward or config.optimizer_on_cpu:
-        only = "only plain AdamW in one process can be studied"
-        problems.append(f"{only} (optimizer, tensor_parallel)")
-    if (device or config.device) == "cuda" and not torch.cuda.is_available():
-        if device is None:
-            whose = "that of the run"
-        else:
-            whose = "--device"
-        what = f"the device is 'cuda' ({whose}), and PyTorch sees no GPU here"
-        problems.append(f"{what}; --device cpu studies the run on the CPU")
-    if problems:
-        raise ConfigError(str(path), problems)
-    own: dict[str, Any] = {"output_dir": scratch, "sampler_rows": 0, "follow": None}
-    own |= {"cpu_offload": False, "compile": False}  # neither changes the results
-    if device is not None and device != config.device:
-        own |= {"device": device, "num_threads": None}
-    if own.get("device") == "cpu":
-        own["activation_offloading"] = False
-    return dataclasses.replace(config, **own)
+            return found.run(Path(checkpoint), sequences, factors, kernel, precision)
 
 
 class _Study:
@@ -183,7 +153,7 @@ class _Study:
         self.seed = seed
         self.dtype = _DTYPES[dtype]
         self.packed = PackedTensors.load(config.packed)
-        self.trained: Trained = load_trained(config, here)
+        self.trained: Trained = load_trained(self._loaded_as(number), here)
         self.policy = self.trained.policy
         check_pack(self.packed, self.policy, config.model)
         self.packed = replayed(self.packed, self.policy, config)
@@ -210,6 +180,8 @@ class _Study:
         self.moments = {
             name: tensor.clone() for name, tensor in state_tensors(self.policy, self._optimizer)
         }
+        if number and config.optimizer == "adamw_8bit":
+            self._leave_8_bits()
         counts = [int(v) for name, v in self.moments.items() if name.endswith(".step")]
         taken = max(counts, default=self.trained.stepper.global_step)
         self.rule = rule_of(config, taken)
@@ -217,6 +189,28 @@ class _Study:
         self.eta = learning_rate(config, self.trained.stepper.global_step) * self.scale
         if not self.eta:
             raise self._unmoved("its learning rate is 0 (lr, lr_schedule, warmup_steps)")
+
+    def _loaded_as(self, number: int) -> GRPOConfig:
+        """Return the config to load by. Without earlier steps to repeat, moments of 8 bits are read
+        out of their codes, as their own step does.
+        """
+        if self.config.optimizer == "adamw_8bit" and not number:
+            return dataclasses.replace(self.config, optimizer="adamw")
+        return self.config
+
+    def _leave_8_bits(self) -> None:
+        """Continue with AdamW, from the same moments: its step is that of 8 bits, but for the
+        rounding of the new moments.
+        """
+        config = dataclasses.replace(self.config, optimizer="adamw")
+        optimizer = make_optimizer(self.policy, config)
+        for name, p in self.names.items():
+            optimizer_state = {
+                part: self.moments[f"{name}.{part}"].clone() for part in ("exp_avg", "exp_avg_sq")
+            }
+            count = self.moments[f"{name}.step"].reshape(()).to(p.device, copy=True)
+            optimizer.state[p] = optimizer_state | {"step": count}
+        self.trained.stepper.optimizer = optimizer
 
     def _unmoved(self, why: str) -> UnmovedStepError:
         which = f"update {self.number + 1} of iteration {self.config.iteration}"
@@ -264,9 +258,8 @@ class _Study:
         config = self.config
         here = self.here
         watch = Stopwatch(here.device)
-        progress = TrainProgress(0, here)
         gradient = GradientStep(
-            self.policy, config, here, watch, progress, self.head, self.prepass.reference_head
+            self.policy, config, here, watch, None, self.head, self.prepass.reference_head
         )
         return gradient.accumulate(step, self.objective.at(self.trained.stepper.global_step))
 
@@ -285,7 +278,12 @@ class _Study:
         return optimizer
 
     def run(
-        self, checkpoint: Path, sequences: int, factors: Sequence[float], kernel: int
+        self,
+        checkpoint: Path,
+        sequences: int,
+        factors: Sequence[float],
+        kernel: int,
+        precision: bool,
     ) -> dict[str, Any]:
         found: dict[str, Any] = {
             "checkpoint": str(checkpoint),
@@ -301,7 +299,8 @@ class _Study:
         own = self._own_logprobs()
         gradients = None
         distance = None
-        if self.number + 1 == len(self.steps) and self.config.lora_rank is None:
+        is_last = self.number + 1 == len(self.steps)
+        if is_last and self.config.lora_rank is None and checkpoint.is_dir():
             gradients = self._gradients(self.step)
             distance = self._distance(checkpoint)
         exact = None
@@ -309,6 +308,15 @@ class _Study:
             self._widen()
             exact = self._logprobs()
             gradients = None
+        if self.dtype == torch.float64:
+            prove_model(self._few_logprobs, self.start)
+        found["precision"] = precision_of(
+            _NAMES[self.dtype],
+            self.config.dtype,
+            self.here.device,
+            kernel=bool(kernel),
+            distance=distance is not None,
+        ).to_json()
 
         whole = self._update(self.step, gradients).whole()
         del gradients
@@ -341,7 +349,40 @@ class _Study:
         times = draw(self.packed, among, sequences, derived_generator(self.seed, "draw"))
         self._put(self.origin)
         batch = EntropyBatch(self.policy, self.packed, times, self.config, self.here)
-        return found | self._response(batch, half, factors)
+        found |= self._response(batch, half, factors)
+        if precision:
+            found["precision_sweep"] = precision_sweep(
+                self._batches_by_dtype(batch, times), self.start, half.whole(), found, self.eta
+            ).to_json()
+        return found
+
+    def _batches_by_dtype(
+        self, own: EntropyBatch, times: Mapping[int, int]
+    ) -> Iterator[tuple[Dtype, EntropyBatch]]:
+        """Yield the entropy batch under policies that compute in bf16, fp32 and fp64."""
+        narrower: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
+        for dtype in narrower:
+            policy = load_policy(dataclasses.replace(self.config, dtype=dtype), self.here)
+            for layer in adapted(policy).values():
+                layer.dropout = 0.0
+            held = policy.parameters_by_name()
+            with torch.no_grad():
+                for name, value in self.origin.items():
+                    held[name].copy_(value)
+            yield dtype, EntropyBatch(policy, self.packed, times, self.config, self.here)
+        yield "fp64", own
+
+    @torch.no_grad()
+    def _few_logprobs(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return log-probabilities of the step's first row under other parameters."""
+        full = {id(p): name for name, p in self.policy.named_parameters()}
+        named = {full[id(self.names[name])]: value for name, value in parameters.items()}
+        alone = dataclasses.replace(self.config, rows_per_microbatch=1)
+        batch = next(self.step.microbatches(alone, self.here.device))
+        options = HeadOptions(trained=batch["trained"])
+        inputs = (*policy_inputs(batch), options, batch.get("experts"))
+        found: Tensor = functional_call(self.policy, named, inputs).logprobs
+        return found
 
     @torch.no_grad()
     def _put(self, parameters: Vector) -> None:
@@ -408,7 +449,26 @@ class _Study:
         """Compare the vector with the optimizer's own step."""
         with self._stepped():
             true = self._true_step()
-        return vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
+        found: dict[str, Any] = vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
+        if self.config.optimizer == "adamw_8bit":
+            found["moment_rounding"] = self._moment_rounding()
+        return found
+
+    def _moment_rounding(self) -> dict[str, float]:
+        """Return the rounding of the step's new moments to 8 bits, by moment: ‖Q(m) - m‖ / ‖m‖."""
+        sums = {part: [0.0, 0.0] for part in self.rule.moments}
+        for name, p in self.names.items():
+            if p.grad is None:
+                continue
+            after = self.rule.stepped(name, self.start[name], p.grad, self.moments).after
+            for part, exact in after.items():
+                rounded = rounded_to_8_bits(exact, signed=part == self.rule.momentum)
+                sums[part][0] += float((rounded.double() - exact).square().sum())
+                sums[part][1] += float(exact.square().sum())
+        return {
+            part: math.sqrt(error / whole) if whole else 0.0
+            for part, (error, whole) in sums.items()
+        }
 
     def _distance(self, checkpoint: Path) -> float:
         """Return the distance from the checkpoint to the end of the step with the present gradient,

@@ -98,6 +98,15 @@ def _plain(moment: Tensor) -> Tensor:
     return moment
 
 
+def rounded_to_8_bits(moment: Tensor, signed: bool) -> Tensor:
+    """Return a moment as `adamw_8bit` would hold it: small tensors stay in fp32."""
+    if moment.numel() < _SMALLEST or moment.numel() % _BLOCK:
+        return moment.float()
+    codes = OptimState8bit.zeros(moment.shape, signed, _BLOCK, moment.device)
+    codes.copy_(moment.float())
+    return codes.dequantize()
+
+
 def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
     """Return this process's part as a tensor sharded like `like`, with as many rows; of its shape
     if the part has the shape of `like`'s."""
