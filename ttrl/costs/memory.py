@@ -262,6 +262,7 @@ class _Training:
             grpo = settings
         else:
             grpo = None
+        self.grpo = grpo
         if grpo:
             self.updates = grpo.updates_per_iteration
         else:
@@ -343,6 +344,11 @@ class _Training:
             | self._reference_parts(),
             "saving": self._saving(),
         }
+        if self.grpo is not None and self.grpo.entropy_every is not None:
+            # That of the step waits while one of the entropy joins the present one.
+            moments["gradient"] = moments["gradient"] | {
+                "gradients of the entropy": 2 * self.trainable * _FP32
+            }
         if self.needs_reference or self.updates > 1:
             moments["prepass"] = self._prepass()
         return MemoryEstimate({name: self._finished(parts) for name, parts in moments.items()})
