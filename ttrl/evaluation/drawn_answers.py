@@ -29,7 +29,7 @@ RUNS_OWN = "the run's held-out tasks"
 
 @dataclass(frozen=True)
 class DrawnAnswers:
-    """Sample answers to drawn tasks. `tasks_of` makes the tasks."""
+    """Sample answers to drawn tasks (`tasks_of`)."""
 
     tasks: Sequence[Task]
     count: int
@@ -40,9 +40,9 @@ class DrawnAnswers:
     """Of the run."""
 
     def __call__(self, model: str, temperature: float) -> list[Sample]:
-        """Start a server for a model folder, and return a sample for each draw, with its number as
-        `sample`; a failed one has an error. Raises the errors of the server, and RolloutError if
-        all failed.
+        """Start a server for a model folder (or ask the one at an address), and return a sample for
+        each draw, with its number as `sample`; a failed one has an error. Raises the errors of the
+        server, and RolloutError if all failed.
         """
         drawn = random.Random(self.seed).choices(self.tasks, k=self.count)
         numbered = [
@@ -60,6 +60,7 @@ class DrawnAnswers:
                 client=served.endpoint,
                 model=served.model,
                 params=self._params() | {"temperature": temperature},
+                token_ids=served.is_ours,
                 pbar_desc="entropy batch",
             )
             results = run_async(sample_tasks(numbered, request))
@@ -89,9 +90,9 @@ class DrawnAnswers:
 
 
 def tasks_of(run: Path, spec: str | None, config: TrainConfig) -> list[Task]:
-    """Return the held-out tasks of `spec`, as `ttrl eval --tasks` takes it; None: those of the run's
-    newest validation, none if it has no such tasks of single answers. Raises ConfigError for a
-    wrong `spec`, or one of tasks with several answers.
+    """Return the held-out tasks of `spec`, as `ttrl eval --tasks` takes it. None: the tasks of the
+    run's newest validation, or an empty list if there are none of single answers. Raises
+    ConfigError for a wrong `spec`, or one of tasks with several answers.
     """
     if spec is None:
         return _own(run)

@@ -83,12 +83,12 @@ class Projection:
 
 
 def projection_of(
-    parameters: Mapping[str, Tensor], rows: int, seed: int = 0, size: int = SUMS
+    parameters: Mapping[str, Tensor], rows: int, seed: int = 0, most_whole: int = MOST_WHOLE
 ) -> Projection | None:
-    """Return a projection for so many gradients, or None if they fit whole (MOST_WHOLE)."""
-    if rows * sum(one.numel() for one in parameters.values()) <= MOST_WHOLE:
+    """Return a projection for so many gradients, or None if they fit whole."""
+    if rows * sum(one.numel() for one in parameters.values()) <= most_whole:
         return None
-    return Projection(parameters, size, seed)
+    return Projection(parameters, SUMS, seed)
 
 
 def row_of(
@@ -96,7 +96,7 @@ def row_of(
     projection: Projection | None = None,
     preconditioner: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return √P·vector as a row [r], float64, projected or whole. preconditioner: P, not negative."""
+    """Return √P·vector as a row [r], float64, projected or whole. preconditioner: P, at least 0."""
     scaled = vector
     if preconditioner is not None:
         scaled = {name: one * preconditioner[name].sqrt() for name, one in vector.items()}
@@ -140,7 +140,7 @@ def projection_error(rows: Tensor, total: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Split:
-    """Hold ⟨∇H, v⟩ of a batch that makes the update and measures the entropy, by pairs of answers."""
+    """Hold ⟨∇H, v⟩ of a batch for both, update and entropy, by pairs of answers."""
 
     own: float
     """The effect of each answer on itself."""

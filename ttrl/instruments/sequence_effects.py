@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ttrl.instruments.entropy_batch import EntropyBatch
 from ttrl.instruments.fisher import (
+    MOST_WHOLE,
     Projection,
     Split,
     cosines,
@@ -128,6 +129,8 @@ class Answers:
     force: Callable[[int], Vector]
     parameters: Mapping[str, Tensor]
     seed: int = 0
+    most_whole: int = MOST_WHOLE
+    """The most numbers of gradients to hold without a projection."""
 
     def effects(
         self, slope: Vector, pushed: Pushed, rows: Mapping[str, _Rows] | None = None
@@ -179,7 +182,7 @@ class Answers:
         """
         count = min(count, len(self.batch.samples))
         held = len(kinds) * (count + 2 * len(self.own.samples))
-        projection = projection_of(self.parameters, held, self.seed)
+        projection = projection_of(self.parameters, held, self.seed, self.most_whole)
         rows = {name: _Rows(one, projection) for name, one in kinds.items()}
         effects = self.effects(slope, pushed, rows)
         moves: dict[str, list[float]] = {name: [] for name in ("current", *pushed.others)}
