@@ -12,70 +12,29 @@ from collections import Counter
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.facts import rows_of
+from support.studied_run import changed, samples_of, train, two_iterations
 from support.tiny_models import random_samples
 from support.training_steps import ALONE
 
-from ttrl import grpo_recipe
 from ttrl.cli import main
-from ttrl.configs import GRPOConfig
 from ttrl.data.packing import masks
-from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, UnmovedStepError
 from ttrl.instruments import precision
 from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.linear_response import inner, moved
 from ttrl.instruments.study import study
-from ttrl.instruments.study_report import _known, draw_tokens, headline
-from ttrl.instruments.study_run import draw_noise
+from ttrl.instruments.study_pictures import draw_noise, draw_tokens
+from ttrl.instruments.study_report import headline, known
 from ttrl.system.files import write_json
 from ttrl.training import batches
 from ttrl.training.kernels import attention, logprobs
 from ttrl.training.models.weights import to_hugging_face_names
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import is_adapter, plain
-
-
-def samples_of(number):
-    samples = random_samples(number, (3, 5, 8, 4), 6)
-    numbered = enumerate(samples)
-    return [dataclasses.replace(one, sample=k % 6, reward=float(k % 3 == 0)) for k, one in numbered]
-
-
-def train(folder, number, model, state=None, **settings):
-    """Train an iteration, as a run does; return its checkpoint."""
-    iteration = folder / f"{number:04d}"
-    iteration.mkdir(parents=True)
-    pack = iteration / "packed.safetensors"
-    packed_tensors_from_tokenized_results(samples_of(number), seq_len=48, pad_id=0).save(pack)
-    values = {"model": str(model), "packed": str(pack), "output_dir": str(iteration)}
-    values |= {"state": None if state is None else str(state), "device": "cpu", "lr": 1e-3}
-    values |= {"iteration": number, **settings}
-    (iteration / "grpo.yaml").write_text(yaml.safe_dump(values))
-    grpo_recipe.train_iteration(GRPOConfig.parse(values, "test"), ALONE)
-    return iteration / "checkpoint"
-
-
-def two_iterations(folder, model, **settings):
-    """Two iterations, each with its grpo.yaml; the checkpoint of the second."""
-    settings = {"weight_decay": 0.1, "objective": "reinforce", **settings}
-    first = train(folder, 1, model, **settings)
-    return train(folder, 2, first, first.parent / "state", **settings)
-
-
-def changed(checkpoint, folder, **settings):
-    """The same iteration with other settings in its grpo.yaml."""
-    values = yaml.safe_load((checkpoint.parent / "grpo.yaml").read_text()) | settings
-    (folder / "grpo.yaml").write_text(yaml.safe_dump(values))
-    (folder / "checkpoint").symlink_to(checkpoint)
-    return folder / "checkpoint"
-
-
-@pytest.fixture(scope="module")
-def run(model_folder, tmp_path_factory):
-    return two_iterations(tmp_path_factory.mktemp("run"), model_folder())
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +190,7 @@ def test_a_study_computes_in_its_own_dtype_whatever_the_runs_was(run_in_bf16, tm
     rounding, own = found.pop("mismatch")["rounding"], other.pop("mismatch")
     assert 1e-4 < rounding["rms"] < 0.1 and ("rounding" in own) == (dtype == "fp64")
     assert (found.pop("run_dtype"), other.pop("run_dtype")) == ("bf16", "fp32")
-    del found["checkpoint"], other["checkpoint"]
+    del found["checkpoint"], other["checkpoint"], found["matrices"], other["matrices"]
     assert found == other
 
 
@@ -286,7 +245,8 @@ def test_layers_that_are_computed_again_are_so_with_the_parameters_that_were_ask
     found, kept = (study(one, **how) for one in (again, run))
     for name in ("slope", "curvature"):
         assert found[name] == pytest.approx(kept[name], rel=1e-12)
-    assert found["kernel"]["adamw"] == pytest.approx(kept["kernel"]["adamw"], rel=1e-9)
+    assert found["kernel"]["predicted"] == pytest.approx(kept["kernel"]["predicted"], rel=1e-9)
+    assert found["one_batch"] == pytest.approx(kept["one_batch"], rel=1e-9)
 
 
 OBJECTIVES = {
@@ -331,11 +291,9 @@ def test_the_derivative_of_dora_is_exact(model_folder, tmp_path):
     assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
 
 
-def test_a_step_that_moved_nothing_is_named(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "samples_of", lambda number: [
-        dataclasses.replace(one, advantage=0.0) for one in random_samples(number, (3, 5), 2)
-    ])  # fmt: skip
-    checkpoint = train(tmp_path, 1, model_folder())
+def test_a_step_that_moved_nothing_is_named(model_folder, tmp_path):
+    samples = [dataclasses.replace(one, advantage=0.0) for one in random_samples(1, (3, 5), 2)]
+    checkpoint = train(tmp_path, 1, model_folder(), samples=samples)
     with pytest.raises(UnmovedStepError, match="update 1 of iteration 1 moved nothing"):
         study(checkpoint, sequences=16, factors=[1.0])
 
@@ -402,7 +360,7 @@ def test_the_policy_that_sampled_leaves_nothing_behind(model_folder, tmp_path):
         study(one, sequences=16, factors=[1.0], kernel=4, update=2) for one in (lagging, third)
     )
     assert "lag" in found.pop("mismatch") and "lag" not in alone.pop("mismatch")
-    del found["checkpoint"], alone["checkpoint"]
+    del found["checkpoint"], alone["checkpoint"], found["matrices"], alone["matrices"]
     assert found == alone
 
 
@@ -608,7 +566,7 @@ def test_the_reference_of_a_part_is_that_of_its_own_tokens(run, model_folder, tm
 
 
 def test_without_matplotlib_the_command_says_so(run, monkeypatch, capsys):
-    for name in ("study_run", "study_report"):
+    for name in ("study_run", "study_report", "study_pictures"):
         monkeypatch.delitem(sys.modules, f"ttrl.instruments.{name}", raising=False)
         monkeypatch.delattr(f"ttrl.instruments.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -686,7 +644,7 @@ def test_the_command(run, tmp_path, capsys):
         "--factors",
         "1,-1",
         "--kernel",
-        "9",
+        "5",
         "--output",
         str(tmp_path / "study"),
     ]
@@ -699,19 +657,17 @@ def test_the_command(run, tmp_path, capsys):
     assert (
         "Cov(log π, A)" in said
         and "Trainer in fp32 − sampler, rest" in said
-        and "Fisher kernel of 9 tokens (adamw)" in said
+        and "Fisher kernel of 5 answers of the entropy batch and 12 of the update" in said
+        and "δ log π of these, measured against η Σ g·v: sign right in" in said
+        and "The U-statistic of these is" in said
     )
-    assert len(found["kernel"]["cosines"]) == 9 and found["kernel"]["sgd"]["others"] != 0
-    assert all(
-        (tmp_path / "study" / f"{name}.png").is_file() for name in ("kernel", "position", "tokens")
-    )
-    answers = found["kernel"]["sequences"]
-    assert len(answers["cosines"]) == len(answers["task"]) > 2 and answers["cosines"][0][
-        0
-    ] == pytest.approx(1)
-    assert set(answers["task"]) == set(range(max(answers["task"]) + 1)) and answers["cosines"][0][
-        1
-    ] != pytest.approx(1)
+    names = ("kernel", "position", "tokens", "split", "logprobs")
+    assert all((tmp_path / "study" / f"{name}.png").is_file() for name in names)
+    matrices = load_file(tmp_path / "study" / "kernel.safetensors")
+    assert matrices["adamw.effects"].shape == (5, 12)
+    cosines = matrices["adamw.cosines"]
+    assert torch.allclose(cosines.diagonal(), torch.ones(17)) and cosines.shape == (17, 17)
+    assert found["kernel"]["kinds"].keys() == {"sgd", "adamw"} and "matrices" not in found
     assert re.search(r"Half of it is in the first \d+ of \d+ tokens", said)
     assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
 
@@ -760,7 +716,7 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
     assert said.startswith("How each optimizer step changed the entropy of whole answers")
     assert "before the first of 2 steps to" in said
     assert (folder / "study" / "steps.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["study", str(folder), "--kernel", "3", "--factors", "1"]) == 2
+    assert main(["study", str(folder), "--factors", "1"]) == 2
     assert "is a run" in capsys.readouterr().err
     (folder / "iterations" / "0001" / "grpo.yaml").unlink()
     (folder / "iterations" / "0002" / "grpo.yaml").unlink()
@@ -794,7 +750,7 @@ def test_what_one_group_cannot_tell_is_null(tmp_path):
     """
     found = {"dH": {"measured": -0.5, "error": math.nan}, "groups": [1, math.inf], "dtype": "fp32"}
     path = tmp_path / "study.json"
-    write_json(path, _known(found))
+    write_json(path, known(found))
     assert json.loads(path.read_text()) == {
         "dH": {"measured": -0.5, "error": None},
         "groups": [1, None],

@@ -4,16 +4,21 @@
 
 import argparse
 import difflib
+import logging
 import os
 import re
 import shutil
 import sys
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ttrl.errors import ConfigError, UserError
 from ttrl.system.console import say
 from ttrl.text import harmless
+
+if TYPE_CHECKING:
+    from ttrl.instruments.held_out import HeldOut
 
 _RUN = "a run folder, such as runs/sort_letters"
 _RECIPES = Path(__file__).parents[2] / "recipes"
@@ -248,12 +253,19 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT|RUN",
         help=f"{what}; what it started from must still be there",
     )
+    tasks = (
+        "the entropy is measured on answers to these, as for `ttrl eval` (the run's held-out "
+        "tasks); pack: on half of the step's own answers, without a server"
+    )
+    parser.add_argument("--entropy-tasks", metavar="LIST", help=tasks)
     parser.add_argument(
+        "--entropy-samples",
         "--sequences",
+        dest="sequences",
         type=int,
         default=256,
         metavar="N",
-        help="answers on which the entropy is measured (256)",
+        help="answers on which it is measured (256)",
     )
     factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64); of a checkpoint"
     parser.add_argument("--factors", metavar="A,B,…", help=factors)
@@ -268,8 +280,8 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", action="store_true", help=precision)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     kernel = (
-        "also the Fisher kernel of so many tokens, each of which takes two backward passes (0: "
-        "none); of a checkpoint"
+        "also the Fisher kernel of N of these answers and of the update's, a backward pass for "
+        "each (0: none)"
     )
     parser.add_argument("--kernel", type=int, default=0, metavar="N", help=kernel)
     parser.add_argument(
@@ -293,10 +305,11 @@ def run_study(arguments: argparse.Namespace) -> int:
         problems.append(f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2")
     if arguments.sequences < 2:
         problems.append(f"--sequences is {arguments.sequences}; it must be at least 2")
-    if is_run and (arguments.factors is not None or arguments.kernel or arguments.precision):
+    if arguments.kernel < 0:
+        problems.append(f"--kernel is {arguments.kernel}; it must be at least 0")
+    if is_run and (arguments.factors is not None or arguments.precision):
         problems.append(
-            f"--factors, --kernel and --precision are for one checkpoint, and {arguments.path} is "
-            "a run"
+            f"--factors and --precision are for one checkpoint, and {arguments.path} is a run"
         )
     if arguments.precision and arguments.dtype == "fp32":
         problems.append("--precision compares with float64, and --dtype is fp32: leave it out")
@@ -316,8 +329,14 @@ def run_study(arguments: argparse.Namespace) -> int:
         ) from error
     from ttrl.report.page import leave_report
 
-    options = {name: getattr(arguments, name) for name in ("sequences", "device", "seed")}
+    if is_run:
+        run = arguments.path
+    else:
+        run = arguments.path.absolute().parent.parent.parent
+    names = ("sequences", "device", "seed", "kernel")
+    options = {name: getattr(arguments, name) for name in names}
     options["dtype"] = arguments.dtype or ("fp64" if arguments.precision else "fp32")
+    options["held_out"] = _held_out(arguments, run)
     if is_run:
         say("\n".join(textwrap.wrap(study_run.HEADING, 100)) + "\n")
         say(study_run.row_text(None))
@@ -330,7 +349,6 @@ def run_study(arguments: argparse.Namespace) -> int:
         found = study(
             arguments.path,
             factors=factors or (PRECISION_FACTORS if arguments.precision else FACTORS),
-            kernel=arguments.kernel,
             precision=arguments.precision,
             **options,
         )
@@ -338,10 +356,35 @@ def run_study(arguments: argparse.Namespace) -> int:
         paths = write_study(found, arguments.output or arguments.path.parent / "study")
     for path in paths:
         print(path)
-    if is_run:
-        run = arguments.path
-    else:
-        run = arguments.path.parent.parent.parent
     if arguments.output is None and (run / "metrics.jsonl").is_file():
         print(leave_report(run))  # it shows the pictures
     return 0
+
+
+def _held_out(arguments: argparse.Namespace, run: Path) -> "HeldOut | None":
+    """Return the source of the entropy batch; None for the pack's answers. Raises ConfigError."""
+    from ttrl.configs.run import TrainConfig
+    from ttrl.evaluation.drawn_answers import RUNS_OWN, DrawnAnswers, tasks_of
+    from ttrl.instruments.held_out import HeldOut
+    from ttrl.run_folder.folder import RunFolder
+
+    spec = arguments.entropy_tasks
+    if spec == "pack":
+        return None
+    if not (run / "config.yaml").is_file():
+        if spec is None:
+            return None
+        problem = (
+            f"--entropy-tasks is {spec}, and {run / 'config.yaml'} is not there: it says how the "
+            "run samples; leave --entropy-tasks out to measure on the pack's answers"
+        )
+        raise ConfigError("arguments", [problem])
+    config = TrainConfig.parse(RunFolder(run).config(), str(run / "config.yaml"))
+    tasks = tasks_of(run, spec, config)
+    if not tasks:
+        return None
+    name = spec or RUNS_OWN
+    answers = DrawnAnswers(tasks, arguments.sequences, arguments.seed, config)
+    folder = (arguments.output or run / "study") / "entropy"
+    logging.getLogger("ttrl.instruments").setLevel(logging.INFO)
+    return HeldOut(name, answers.request(name), folder, answers)

@@ -38,11 +38,12 @@ run trains adapters. Never run on a GPU.
 
 import contextlib
 import dataclasses
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -53,9 +54,9 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.data.packing.packed import normaliser
 from ttrl.errors import UnmovedStepError
-from ttrl.instruments.entropy import effective_size
-from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
-from ttrl.instruments.fisher import Projection, entropy_change, fisher_kernel, token_gradients
+from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, only
+from ttrl.instruments.fisher import dot
+from ttrl.instruments.held_out import LEAST_ESS, HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
     Response,
     Vector,
@@ -64,8 +65,10 @@ from ttrl.instruments.linear_response import (
     linear_regime,
     moved,
 )
+from ttrl.instruments.momentum import Age, by_age, kept_momenta
 from ttrl.instruments.precision import Dtype, precision_of, prove_device, prove_model
 from ttrl.instruments.precision_sweep import precision_sweep
+from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts
 from ttrl.instruments.study_config import StudyDevice, study_config
 from ttrl.instruments.tokens import covariance_outliers, mismatch
 from ttrl.instruments.update_rules import Update, rule_of
@@ -90,16 +93,11 @@ from ttrl.training.resident import Trained, load_trained
 from ttrl.training.step import GradientStep, StepResult
 from ttrl.training.timing import Stopwatch
 
+logger = logging.getLogger(__name__)
 StudyDtype = Literal["fp32", "fp64"]
 _DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-PROJECTED = 4096
-"""Numbers in a token's projected gradient, if …"""
-MOST_WHOLE = 10**8
-"""… tokens times parameters are more than this."""
-SEQUENCES = 32
-"""Answers in the kernel between sequences."""
 FACTORS = (-4.0, -1.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """The sweep, in multiples of the learning rate."""
 
@@ -114,30 +112,48 @@ def study(
     seed: int = 0,
     kernel: int = 0,
     update: int = 1,
+    held_out: HeldOut | None = None,
     precision: bool = False,
 ) -> dict[str, Any]:
     """Study an optimizer step of the iteration that made `checkpoint`: number `update`, from 1.
 
-    sequences: of the entropy batch. dtype: in fp32, small steps are lost in rounding. device: None
-    takes the run's. kernel: tokens of the Fisher kernel. precision: repeat the sweep in bf16, fp32
-    and fp64, for a study in fp64.
+    sequences: of the entropy batch, if it is drawn from the pack. dtype: in fp32, small steps are
+    lost in rounding. device: None takes the run's. kernel: answers of the entropy batch in the
+    Fisher kernel. held_out: the entropy batch's own tasks; None: the pack's. precision: repeat the
+    sweep in bf16, fp32 and fp64, for a study in fp64.
 
-    Returns the content of study.json. Raises RunFolderError if a file from the iteration's start is
-    gone, ConfigError for a missing device and for float64 without a proof, UnmovedStepError for a
-    step without movement.
+    Returns the content of study.json, and with `kernel` "matrices", tensors by name. Raises
+    RunFolderError if a file from the iteration's start is gone, ConfigError for a missing device
+    and for float64 without a proof, UnmovedStepError for a step without movement.
     """
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
         config = study_config(Path(checkpoint), scratch, device, update - 1)
-        with ranks(config) as here:
-            if dtype == "fp64" and here.device.type != "cpu":
-                prove_device(here.device)
-            found = _Study(config, here, seed, dtype, update - 1)
-            return found.run(Path(checkpoint), sequences, factors, kernel, precision)
+        if dtype == "fp64" and config.device == "cuda":
+            prove_device(torch.device("cuda"))
+        answers = None if held_out is None else held_out.stored(config.iteration)
+        while True:
+            # Servers sample while no policy is in memory here.
+            if held_out is not None and answers is None:
+                answers = held_out.draw(config)
+            with ranks(config) as here:
+                found = _Study(config, here, seed, dtype, update - 1, answers)
+                if found.answers_fit:
+                    sampling = Sampling(sequences, held_out)
+                    return found.run(Path(checkpoint), sampling, factors, kernel, precision)
+            answers = None
+            del found
+
+
+class Sampling(NamedTuple):
+    """Choose the entropy batch: `sequences` answers of the pack, or those of a held-out set."""
+
+    sequences: int
+    held_out: HeldOut | None
 
 
 class _Study:
     """Hold the policy before the step, its optimizer's state, and the pack. number: of the step in
-    its iteration, from 0.
+    its iteration, from 0. answers: of the held-out set, if there is one.
     """
 
     def __init__(
@@ -147,7 +163,10 @@ class _Study:
         seed: int,
         dtype: StudyDtype,
         number: int,
+        answers: StoredAnswers | None = None,
     ) -> None:
+        self.answers = answers
+        self.answers_fit = True
         self.config = config
         self.here = here
         self.seed = seed
@@ -163,6 +182,10 @@ class _Study:
         """The iteration's start: the sampling policy."""
         seed_of = (config.seed, config.iteration)
         model = self.policy.decoder.config
+        if answers is not None and answers.facts.recorded:
+            self.answers_fit = self._effective_size(answers) >= LEAST_ESS
+            if not self.answers_fit:
+                return
         self.steps = updates(self.packed, config.updates_per_iteration, seed_of, here, model)
         self.number = number
         self.step = self.steps[number]
@@ -171,7 +194,11 @@ class _Study:
         self.head = None if values is None else values.head
         self.first_step = self.trained.stepper.global_step
         self._pass_before(self.head)
+        self.momenta: list[Vector] = []
+        """Between the iteration's earlier steps."""
         for earlier in range(number):
+            if earlier:
+                self.momenta.append(self._momentum())
             self.prepass.choose(earlier)
             self._take(self.steps[earlier])
         self.start = self._copies() if number else self.origin
@@ -280,7 +307,7 @@ class _Study:
     def run(
         self,
         checkpoint: Path,
-        sequences: int,
+        sampling: Sampling,
         factors: Sequence[float],
         kernel: int,
         precision: bool,
@@ -318,16 +345,22 @@ class _Study:
             distance=distance is not None,
         ).to_json()
 
-        whole = self._update(self.step, gradients).whole()
+        update = self._update(self.step, gradients)
+        pushed = self._pushed(update)
+        whole = update.whole()
         del gradients
         found["step"] = self._step(whole)
         if distance is not None:
             found["step"]["checkpoint_distance"] = distance
-        entropy_half, update_half = halves(self.step.rows, derived_generator(self.seed, "study"))
-        half = self._update(self._part(update_half))
-        found["half_cosine"] = agreement(half.whole(), whole).cosine
-        del whole  # of the model's size
         rows = self.step.rows
+        studied = self.step
+        if self.answers is None:
+            entropy_half, update_half = halves(rows, derived_generator(self.seed, "study"))
+            studied = self._part(update_half)
+            update = self._update(studied)
+            pushed = self._pushed(update)
+            found["half_cosine"] = agreement(update.whole(), whole).cosine
+        del whole  # of the model's size
         logprobs = as_run if exact is None else exact
         decode = decoder_of(self.config.model)
         found["covariance"] = covariance_outliers(rows, logprobs, decode)
@@ -336,10 +369,46 @@ class _Study:
         for layer in adapted(self.policy).values():
             layer.dropout = 0.0  # the rest is about the sampling policy …
             layer.constant_lengths = False  # … and its derivatives
-        if kernel:
-            found["kernel"] = self._kernel(kernel)
+        self._put(self.origin)
+        if self.answers is None:
+            batch = self._drawn(entropy_half, sampling.sequences)
+            found["entropy_batch"] = {"tasks": None}
+        else:
+            assert sampling.held_out is not None
+            batch = self._held_out(self.answers, sampling.held_out)
+            found["entropy_batch"] = self.answers.facts.to_json()
+        once = dict.fromkeys(range(len(studied.rows.samples)), 1)
+        made_of = EntropyBatch(self.policy, studied.rows, once, self.config, self.here)
+        self._put(self.start)
+        weights = batch.logprobs(self.start) - batch.start_logprobs
+        found["entropy_batch"]["effective_size"] = batch.effective_size(weights)
+        slope = batch.gradient(self.start)
+        found |= self._response(batch, update, slope, factors)
+        if precision:
+            sweep = precision_sweep(
+                self._batches_by_dtype(batch), self.start, update.whole(), found, self.eta
+            )
+            found["precision_sweep"] = sweep.to_json()
+        found["ages"] = [vars(one) for one in self._ages(slope, update)]
+        answers = Answers(
+            own=made_of,
+            batch=batch,
+            force=lambda place: self._force(studied, made_of.numbers[place]),
+            parameters={name: self.names[name] for name in update.current},
+            seed=self.seed,
+        )
+        if not kernel:
+            return found | answers.effects(slope, pushed).to_json()
+        kinds = {"sgd": None, self.rule.name: pushed.preconditioner}
+        effects, kernels = answers.kernels(slope, pushed, kernel, kinds)
+        end = moved(self.start, update.whole(), self.eta)
+        changes = batch.logprobs(end) - batch.logprobs(self.start)
+        return found | effects.to_json() | kernel_facts(kernels, effects, changes, self.eta)
+
+    def _drawn(self, entropy_half: Sequence[int], sequences: int) -> EntropyBatch:
+        """Return answers drawn from the half and from the iteration's later steps."""
         later = [one for step in self.steps[self.number + 1 :] for one in step.rows.samples]
-        measured = [*later, *(rows.samples[place] for place in entropy_half)]
+        measured = [*later, *(self.step.rows.samples[place] for place in entropy_half)]
         unseen = {(one.task_id, one.sample) for one in measured}
         among = [
             place
@@ -347,18 +416,9 @@ class _Study:
             if (one.task_id, one.sample) in unseen
         ]
         times = draw(self.packed, among, sequences, derived_generator(self.seed, "draw"))
-        self._put(self.origin)
-        batch = EntropyBatch(self.policy, self.packed, times, self.config, self.here)
-        found |= self._response(batch, half, factors)
-        if precision:
-            found["precision_sweep"] = precision_sweep(
-                self._batches_by_dtype(batch, times), self.start, half.whole(), found, self.eta
-            ).to_json()
-        return found
+        return EntropyBatch(self.policy, self.packed, times, self.config, self.here)
 
-    def _batches_by_dtype(
-        self, own: EntropyBatch, times: Mapping[int, int]
-    ) -> Iterator[tuple[Dtype, EntropyBatch]]:
+    def _batches_by_dtype(self, own: EntropyBatch) -> Iterator[tuple[Dtype, EntropyBatch]]:
         """Yield the entropy batch under policies that compute in bf16, fp32 and fp64."""
         narrower: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
         for dtype in narrower:
@@ -369,7 +429,7 @@ class _Study:
             with torch.no_grad():
                 for name, value in self.origin.items():
                     held[name].copy_(value)
-            yield dtype, EntropyBatch(policy, self.packed, times, self.config, self.here)
+            yield dtype, own.under(policy)
         yield "fp64", own
 
     @torch.no_grad()
@@ -377,12 +437,98 @@ class _Study:
         """Return log-probabilities of the step's first row under other parameters."""
         full = {id(p): name for name, p in self.policy.named_parameters()}
         named = {full[id(self.names[name])]: value for name, value in parameters.items()}
-        alone = dataclasses.replace(self.config, rows_per_microbatch=1)
-        batch = next(self.step.microbatches(alone, self.here.device))
+        of_one_row = dataclasses.replace(self.config, rows_per_microbatch=1)
+        batch = next(self.step.microbatches(of_one_row, self.here.device))
         options = HeadOptions(trained=batch["trained"])
         inputs = (*policy_inputs(batch), options, batch.get("experts"))
         found: Tensor = functional_call(self.policy, named, inputs).logprobs
         return found
+
+    def _held_out(self, answers: StoredAnswers, held_out: HeldOut) -> EntropyBatch:
+        """Return the batch of sampled answers. The first time, store their log-probabilities."""
+        batch = self._all_of(answers)
+        if not answers.facts.recorded:
+            self.answers = held_out.settle(answers, batch.label_logprobs())
+        return batch
+
+    def _all_of(self, answers: StoredAnswers) -> EntropyBatch:
+        once = dict.fromkeys(range(len(answers.packed.samples)), 1)
+        recorded = answers.facts.recorded
+        return EntropyBatch(self.policy, answers.packed, once, self.config, self.here, recorded)
+
+    def _effective_size(self, answers: StoredAnswers) -> float:
+        """Return the effective share of answers under the policy at hand."""
+        check_pack(answers.packed, self.policy)
+        batch = self._all_of(answers)
+        share = batch.effective_size(batch.start_weights)
+        if share < LEAST_ESS:
+            logger.info(
+                "the answers of iteration %d count as %.0f%% of as many before iteration %d, less "
+                "than %.0f%%: sampling again",
+                answers.facts.iteration,
+                100 * share,
+                self.config.iteration,
+                100 * LEAST_ESS,
+            )
+        return share
+
+    def _pushed(self, update: Update) -> Pushed:
+        """Describe the vector, with the parameters' clipped gradient it was made of."""
+        gradient = {name: p.grad for name, p in self.names.items() if p.grad is not None}
+        scale = self.rule.preconditioner(self.start, gradient, self.moments, self.dtype)
+        for tensor in scale.values():
+            tensor *= self.clipped
+        others = {"earlier": update.earlier, "decay": update.decay}
+        return Pushed(update.current, others, scale)
+
+    def _force(self, step: Step, sample: int) -> Vector:
+        """Return the gradient of one answer's part of the objective, not clipped."""
+        self.policy.zero_grad()
+        self._accumulate(alone(step, sample))
+        found = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.neg_()
+            for name, p in self.names.items()
+        }
+        self.policy.zero_grad()
+        return found
+
+    def _momentum(self) -> Vector:
+        """Return a copy of the optimizer's momentum."""
+        ends = f".{self.rule.momentum}"
+        return {
+            name.removesuffix(ends): tensor.clone()
+            for name, tensor in state_tensors(self.policy, self._optimizer)
+            if name.endswith(ends)
+        }
+
+    def _ages(self, slope: Vector, update: Update) -> list[Age]:
+        """Split the earlier steps' part of ⟨∇H, v⟩ by their age; none for a first step, and for an
+        optimizer without momentum.
+        """
+        taken = self.rule.step - 1
+        if not taken or not self.rule.memory:
+            return []
+        now = {name: self.moments[f"{name}.{self.rule.momentum}"] for name in self.names}
+        weights = {}
+        for name in update.earlier:
+            momentum = now[name]
+            ratio = torch.where(momentum == 0, 0.0, update.earlier[name] / momentum)
+            weights[name] = ratio * slope[name]
+        first = taken - self.number
+        decay = self.rule.memory
+        kept, is_all = kept_momenta(
+            self.config.state, list(weights), str(self.rule.momentum), taken, decay
+        )
+        products = [(one.steps, one.product(weights)) for one in kept]
+        if is_all:
+            products.insert(0, (0, 0.0))
+        between = [*self.momenta, now]
+        if not self.number:
+            between = [now]
+            products = [one for one in products if one[0] < taken]
+        for steps, momentum in enumerate(between, first + (1 if self.number else 0)):
+            products.append((steps, dot(weights, momentum)))
+        return by_age(products, decay)
 
     @torch.no_grad()
     def _put(self, parameters: Vector) -> None:
@@ -412,7 +558,10 @@ class _Study:
         """Return copies of the clipped gradient; it stays with the parameters."""
         self.policy.zero_grad()
         self._accumulate(step)
-        clip_gradients(self.policy.parameters(), self.config.max_grad_norm)
+        limit = self.config.max_grad_norm
+        norm = clip_gradients(self.policy.parameters(), limit)
+        # As `torch.nn.utils.clip_grad_norm_` has it.
+        self.clipped = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         return {name: p.grad.clone() for name, p in self.names.items() if p.grad is not None}
 
     @contextlib.contextmanager
@@ -506,95 +655,11 @@ class _Study:
         self._put(self.start)  # the restored weights may be the iteration's start
         return found
 
-    def _kernel(self, count: int) -> dict[str, Any]:
-        """Return the kernel's findings on the entropy of the step's first `count` tokens, for SGD
-        and, once there are moments, with AdamW's preconditioner; and the last of these as cosines,
-        by "sequence" of each token. "sequences": cosines of whole answers, with the "task" of each.
-        """
-        kinds: dict[str, Vector | None] = {"sgd": None}
-        preconditioner = self.rule.preconditioner(self.moments)
-        if preconditioner is not None:
-            kinds[self.rule.name] = preconditioner
-        size = sum(p.numel() for p in self.names.values())
-        if count * size > MOST_WHOLE:
-            projection = Projection(self.names, PROJECTED, self.seed)
-        else:
-            projection = None
-        alone = dataclasses.replace(self.config, rows_per_microbatch=1)
-        gradients: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-        seen: list[Tensor] = []
-        for batch in self.step.microbatches(alone, self.here.device):
-            out = self.policy(
-                *policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts")
-            )
-            chosen = out.logprobs[: count - sum(map(len, seen))]
-            for kind, scale in kinds.items():
-                gradients[kind].append(
-                    token_gradients(chosen, self.names, projection=projection, preconditioner=scale)
-                )
-            own = batch["trained"][: len(chosen)]
-            keys = batch["sample_keys"][batch["sample_ids"].flatten()[own], 1]
-            force = (batch["advantages"] * batch["weights"]).flatten()[own] / self.step.normaliser
-            seen.append(
-                torch.stack([keys.double(), chosen.detach().double(), force.double()], dim=1)
-            )
-            if sum(map(len, seen)) >= count:
-                break
-        keys_N, logprobs_N, force_N = torch.cat(seen).T
-        _, sequence_N = torch.unique(keys_N, return_inverse=True)
-        found: dict[str, Any] = {
-            "tokens": len(keys_N),
-            "sequence": sequence_N.tolist(),
-            "projected": projection is not None,
-        }
-        for kind, parts in gradients.items():
-            kernel = fisher_kernel(torch.cat(parts))
-            change = entropy_change(kernel, logprobs_N, force_N)
-            found[kind] = {"own": change.own, "others": change.others, "whole": change.whole}
-            found["cosines"] = _cosines(torch.cat(parts))
-        return found | {"sequences": self._between_sequences(list(kinds.values())[-1])}
-
-    def _between_sequences(self, preconditioner: Vector | None) -> dict[str, Any]:
-        """Return cosines of the gradients of the first answers' log-probabilities, and the number
-        of each one's task.
-        """
-        size = sum(p.numel() for p in self.names.values())
-        if SEQUENCES * size > MOST_WHOLE:
-            projection = Projection(self.names, PROJECTED, self.seed)
-        else:
-            projection = None
-        gradients: list[Tensor] = []
-        tasks: list[Tensor] = []
-        for batch in self.step.microbatches(
-            dataclasses.replace(self.config, rows_per_microbatch=1), self.here.device
-        ):
-            out = self.policy(
-                *policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts")
-            )
-            owners = batch["sample_ids"].flatten()[batch["trained"]]
-            there = torch.unique(owners)[: SEQUENCES - sum(map(len, tasks))]
-            sums = out.logprobs.new_zeros(len(batch["sample_keys"])).index_add(
-                0, owners, out.logprobs
-            )[there]
-            gradients.append(
-                token_gradients(
-                    sums, self.names, projection=projection, preconditioner=preconditioner
-                )
-            )
-            tasks.append(batch["sample_keys"][there, 0])
-            if sum(map(len, tasks)) >= SEQUENCES:
-                break
-        return {
-            "cosines": _cosines(torch.cat(gradients)),
-            "task": torch.unique(torch.cat(tasks), return_inverse=True)[1].tolist(),
-        }
-
     def _response(
-        self, batch: EntropyBatch, update: Update, factors: Sequence[float]
+        self, batch: EntropyBatch, update: Update, gradient: Vector, factors: Sequence[float]
     ) -> dict[str, Any]:
         vector = update.whole()
         eta = self.eta
-        gradient = batch.gradient(self.start)
         slope = inner(vector, gradient)
         # Less would be lost in rounding.
         small = eta * (0.01 if self.policy.compute_dtype == torch.float64 else 1.0)
@@ -616,7 +681,7 @@ class _Study:
                     change.value,
                     change.error,
                     *orders,
-                    effective_size(log_w.repeat_interleave(batch.times)),
+                    batch.effective_size(log_w),
                 )
             )
         # Here: weighed, of the second kind.
@@ -634,13 +699,6 @@ class _Study:
             "sweep": [vars(one) for one in sweep],
             "linear_regime": linear_regime(sweep),
         }
-
-
-def _cosines(gradients: Tensor) -> list[list[float]]:
-    kernel = fisher_kernel(gradients)
-    norms = kernel.diagonal().sqrt()
-    found: list[list[float]] = (kernel / norms[:, None] / norms[None]).nan_to_num().float().tolist()
-    return found
 
 
 def decoder_of(model: str) -> Callable[[list[int]], str]:

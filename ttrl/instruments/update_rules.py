@@ -19,11 +19,11 @@ into codes: the same v, from rounded moments.
 
 SGD's and RMSprop's momentum b holds the weight decay of earlier steps as well; it counts as
 `earlier`. v is linear in the momentum for a given P, so a split of the momentum by age
-(`momentum_by_age`) splits `earlier`.
+(`ttrl.instruments.momentum`) splits `earlier`.
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -62,6 +62,8 @@ class Update:
 class TensorStep(NamedTuple):
     """Hold the parts of v for one parameter, and its moments after the step, by name; float64."""
 
+    scale: Tensor
+    """a·P: this step's gradient g gives -a·P·g."""
     current: Tensor
     earlier: Tensor
     decay: Tensor
@@ -99,11 +101,6 @@ class UpdateRule(abc.ABC):
         """Compute one parameter's part; all tensors in float64. moments: before the step, by name
         (`moments`)."""
 
-    def preconditioner(self, moments: Moments) -> Vector | None:
-        """Return P by the moments before the step, by parameter name; None for P = 1, also before
-        the first step."""
-        return None
-
     @torch.no_grad()
     def stepped(
         self, name: str, parameter: Tensor, gradient: Tensor, moments: Moments
@@ -138,32 +135,18 @@ class UpdateRule(abc.ABC):
             update.decay[name] = found.decay.to(dtype)
         return update
 
-    def momentum_by_age(self, states: Sequence[Moments]) -> list[Vector]:
-        """Split the momentum before a step by the age of its gradients. states: the moments before
-        the step, before the step before it, and so on. Returns for each age from 1 the part in the
-        newest momentum, by its names in the state, and at last all older parts together; their sum
-        is the momentum. `update` of such a part in the momentum's place has its `earlier`."""
-        if self.momentum is None:
-            return []
-        ends = f".{self.momentum}"
-        held = [
-            {name: tensor.double() for name, tensor in one.items() if name.endswith(ends)}
-            for one in states
-        ]
-        found: list[Vector] = []
-        for age, newer in enumerate(held):
-            factor = self.memory**age
-            if age + 1 == len(held):
-                found.append({name: factor * tensor for name, tensor in newer.items()})
-                continue
-            older = held[age + 1]
-            found.append(
-                {
-                    name: factor * (tensor - self.memory * older[name])
-                    for name, tensor in newer.items()
-                }
-            )
-        return found
+    def preconditioner(
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        moments: Moments,
+        dtype: torch.dtype = torch.float64,
+    ) -> Vector:
+        """Return a·P of the step with these gradients; arguments as for `update`."""
+        return {
+            name: self.stepped(name, parameters[name], gradient, moments).scale.to(dtype)
+            for name, gradient in gradients.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -192,18 +175,13 @@ class AdamW(UpdateRule):
         mean = moments["exp_avg"]
         square = self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * gradient.square()
         divisor = (square / (1 - self.beta2**self.step)).sqrt() + self.eps
+        scale = self.gain / divisor
         earlier = -self.beta1 / (1 - self.beta1**self.step) * mean / divisor
         after = {
             "exp_avg": self.beta1 * mean + (1 - self.beta1) * gradient,
             "exp_avg_sq": square,
         }
-        return TensorStep(-self.gain * gradient / divisor, earlier, -decay * parameter, after)
-
-    def preconditioner(self, moments: Moments) -> Vector | None:
-        if self.step == 1:
-            return None
-        correction = 1 - self.beta2 ** (self.step - 1)
-        return _roots(moments, ".exp_avg_sq", correction, self.eps)
+        return TensorStep(scale, -scale * gradient, earlier, -decay * parameter, after)
 
 
 @dataclass(frozen=True)
@@ -235,12 +213,8 @@ class RMSprop(UpdateRule):
         divisor = square.sqrt() + self.eps
         kept = self.mu * moments["momentum_buffer"]
         after = {"square_avg": square, "momentum_buffer": kept + both / divisor}
-        return TensorStep(-gradient / divisor, -kept, -decay * parameter / divisor, after)
-
-    def preconditioner(self, moments: Moments) -> Vector | None:
-        if self.step == 1:
-            return None
-        return _roots(moments, ".square_avg", 1.0, self.eps)
+        decayed = -decay * parameter / divisor
+        return TensorStep(1 / divisor, -gradient / divisor, -kept, decayed, after)
 
 
 @dataclass(frozen=True)
@@ -266,15 +240,8 @@ class SGD(UpdateRule):
     ) -> TensorStep:
         kept = self.mu * moments["momentum_buffer"]
         after = {"momentum_buffer": kept + gradient + decay * parameter}
-        return TensorStep(-gradient, -kept, -decay * parameter, after)
-
-
-def _roots(moments: Moments, ends: str, correction: float, eps: float) -> Vector:
-    return {
-        name.removesuffix(ends): 1 / ((square / correction).sqrt() + eps)
-        for name, square in moments.items()
-        if name.endswith(ends)
-    }
+        scale = torch.ones_like(gradient)
+        return TensorStep(scale, -gradient, -kept, -decay * parameter, after)
 
 
 def _adamw(config: TrainingConfig, step: int) -> UpdateRule:

@@ -45,6 +45,8 @@ _STUDY_PICTURES = (
     "steps.png",
     "noise.png",
     "study.png",
+    "split.png",
+    "logprobs.png",
     "position.png",
     "tokens.png",
     "kernel.png",
