@@ -17,9 +17,9 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError
 from ttrl.facts import Step, read_facts
-from ttrl.instruments.entropy_batch import EntropyBatch
+from ttrl.instruments.entropy_batch import EntropyBatch, part_of
 from ttrl.instruments.linear_response import inner
-from ttrl.instruments.online_entropy import OnlineEntropy, part_of, tasks_apart
+from ttrl.instruments.online_entropy import OnlineEntropy, tasks_apart
 from ttrl.run_folder.metrics import _entropy_response
 from ttrl.training.batches import updates
 from ttrl.training.objective.objective import objective_from

@@ -89,6 +89,27 @@ def only(packed: PackedTensors, samples: Sequence[int]) -> PackedTensors:
     )
 
 
+def part_of(step: Step, samples: Sequence[int]) -> Step:
+    """Return the rows of a step with labels of these samples, by their numbers in its rows' table,
+    and with these labels alone.
+    """
+    rows = only(step.rows, samples)
+    has = rows.labels != IGNORE_LABEL
+    had = step.rows.labels != IGNORE_LABEL
+    kept = torch.nonzero(has.any(dim=1)).squeeze(1).tolist()
+    hidden = [step.reference_hidden[row][has[row][had[row]]] for row in kept]
+    chosen = rows.rows(kept)
+    return dataclasses.replace(
+        step,
+        rows=chosen,
+        normaliser=normaliser(rows),
+        numbers=[step.numbers[row] for row in kept],
+        num_rows=len(kept),
+        signals={name: signal[kept] for name, signal in step.signals.items()},
+        reference_hidden=hidden if step.reference_hidden else [],
+    )
+
+
 def alone(step: Step, sample: int) -> Step:
     """Return the step with one sample's tokens in a row of their own: a pass computes nothing else,
     with the same results. sample: its number in the table of the step's rows. The normaliser stays

@@ -22,18 +22,16 @@ backward, and room for three gradients.
 """
 
 import contextlib
-import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL
-from ttrl.data.packing.packed import normaliser
 from ttrl.facts import StepEntropy
-from ttrl.instruments.entropy_batch import EntropyBatch, only
+from ttrl.instruments.entropy_batch import EntropyBatch, part_of
 from ttrl.instruments.linear_response import Vector, inner
 from ttrl.instruments.update_rules import Moments, UpdateRule, rule_of
 from ttrl.training.batches import Update as Step
@@ -203,25 +201,3 @@ def tasks_apart(step: Step, generator: torch.Generator) -> list[int]:
     groups = list(tasks.values())
     drawn = torch.randperm(len(groups), generator=generator)[:count].tolist()
     return sorted(number for place in drawn for number in groups[place])
-
-
-def part_of(step: Step, samples: list[int]) -> Step:
-    """Return the rows of a step with labels of these samples, by their numbers in its rows' table,
-    and with these labels alone.
-    """
-    rows = only(step.rows, samples)
-    has = rows.labels != IGNORE_LABEL
-    had = step.rows.labels != IGNORE_LABEL
-    kept = torch.nonzero(has.any(dim=1)).squeeze(1).tolist()
-    hidden = [step.reference_hidden[row][has[row][had[row]]] for row in kept]
-    chosen = rows.rows(kept)
-    signals: Mapping[str, Tensor] = step.signals
-    return dataclasses.replace(
-        step,
-        rows=chosen,
-        normaliser=normaliser(rows),
-        numbers=[step.numbers[row] for row in kept],
-        num_rows=len(kept),
-        signals={name: signal[kept] for name, signal in signals.items()},
-        reference_hidden=hidden if step.reference_hidden else [],
-    )

@@ -62,6 +62,9 @@ class Precision(Facts):
     covariance: Computed
     mismatch: Computed
     """The trainer's log-probabilities; `rounding` compares them with the study's."""
+    current: Computed
+    one_batch: Computed
+    ages: Computed
     kernel: Computed | None = None
     checkpoint_distance: Computed | None = None
 
@@ -91,6 +94,9 @@ def precision_of(
         curvature=own,
         sweep=own,
         covariance=own,
+        current=own,
+        one_batch=own,
+        ages=own,
         mismatch=as_run,
         kernel=own if kernel else None,
         checkpoint_distance=as_run if distance else None,

@@ -52,9 +52,8 @@ from torch.func import functional_call
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
-from ttrl.data.packing.packed import normaliser
 from ttrl.errors import UnmovedStepError
-from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, only
+from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
 from ttrl.instruments.fisher import dot
 from ttrl.instruments.held_out import LEAST_ESS, HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
@@ -356,7 +355,7 @@ class _Study:
         studied = self.step
         if self.answers is None:
             entropy_half, update_half = halves(rows, derived_generator(self.seed, "study"))
-            studied = self._part(update_half)
+            studied = part_of(self.step, update_half)
             update = self._update(studied)
             pushed = self._pushed(update)
             found["half_cosine"] = agreement(update.whole(), whole).cosine
@@ -534,17 +533,6 @@ class _Study:
     def _put(self, parameters: Vector) -> None:
         for name, p in self.names.items():
             p.copy_(parameters[name])
-
-    def _part(self, samples: Sequence[int]) -> Step:
-        """Return the step with only these samples, by their numbers in its rows' table."""
-        rows = only(self.step.rows, samples)
-        had, has = (one.labels != IGNORE_LABEL for one in (self.step.rows, rows))
-        hidden = [
-            states[has[row][had[row]]] for row, states in enumerate(self.step.reference_hidden)
-        ]
-        return dataclasses.replace(
-            self.step, rows=rows, normaliser=normaliser(rows), reference_hidden=hidden
-        )
 
     def _update(self, step: Step, gradients: Vector | None = None) -> Update:
         """Return the optimizer's vector, as the recipe takes it; parameters keep the clipped
