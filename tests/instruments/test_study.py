@@ -497,14 +497,15 @@ def test_a_model_that_rounds_is_refused_float64(run, tmp_path):
     config = module.study_config(run, str(tmp_path), None)
     studied = module._Study(config, ALONE, 0, "fp64", 0)
     studied._widen()
-    assert precision.model_error(studied._few_logprobs, studied.start) < 1e-3
-    precision.prove_model(studied._few_logprobs, studied.start)
+    given = (studied.policy, studied.step, config, studied.start)
+    assert precision.model_error(*given) < 1e-3
+    precision.prove_model(*given)
     layer = studied.policy.decoder.layers[0]
     hook = layer.register_forward_hook(lambda _m, _i, out: out.float().double())
     with pytest.raises(ConfigError, match="its own code computes in a narrower dtype"):
-        precision.prove_model(studied._few_logprobs, studied.start)
+        precision.prove_model(*given)
     hook.remove()
-    precision.prove_model(studied._few_logprobs, studied.start)
+    precision.prove_model(*given)
 
 
 def test_a_device_that_rounds_is_refused_float64():

@@ -9,6 +9,8 @@ A study in float64 is proven twice before it begins, and refused if a proof fail
                   such a change, so no part of the model's own code computes in it
 """
 
+import dataclasses
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,12 +18,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ConfigError
 from ttrl.facts import Facts
 from ttrl.instruments.certificate import ragged_rows
 from ttrl.tiny_model import make_tiny_model
+from ttrl.training.batches import Update, policy_inputs
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
@@ -171,12 +175,12 @@ def _small_case(
 
 
 def prove_model(
-    logprobs: Callable[[Mapping[str, Tensor]], Tensor], parameters: Mapping[str, Tensor]
+    policy: Policy, step: Update, config: TrainingConfig, parameters: Mapping[str, Tensor]
 ) -> None:
-    """Raise ConfigError if a model does not compute in float64. logprobs: of some tokens, under
-    other parameters.
+    """Raise ConfigError if a policy does not compute in float64, on the first row of a step.
+    parameters: the trained ones, by name.
     """
-    error = model_error(logprobs, parameters)
+    error = model_error(policy, step, config, parameters)
     if not error <= MODEL_LIMIT:
         raise ConfigError(
             "arguments",
@@ -191,21 +195,38 @@ def prove_model(
 
 @torch.no_grad()
 def model_error(
-    logprobs: Callable[[Mapping[str, Tensor]], Tensor], parameters: Mapping[str, Tensor]
+    policy: Policy, step: Update, config: TrainingConfig, parameters: Mapping[str, Tensor]
 ) -> float:
     """Return ‖Δ(2ε) - 2Δ(ε)‖ / ‖Δ(2ε)‖, with Δ the change of log-probabilities by a random change
     of the parameters."""
+    first = next(iter(parameters.values()))
+    of_one_row = dataclasses.replace(config, rows_per_microbatch=1)
+    batch = next(step.microbatches(of_one_row, first.device))
+    inputs = (
+        *policy_inputs(batch),
+        HeadOptions(trained=batch["trained"]),
+        batch.get("experts"),
+    )
+    full = {id(p): name for name, p in policy.named_parameters()}
+    held = policy.parameters_by_name()
     generator = torch.Generator().manual_seed(0)
     directions = {
         name: value * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
         for name, value in parameters.items()
     }
-    start = logprobs(parameters)
-    once, twice = (
-        logprobs({n: value + size * directions[n] for n, value in parameters.items()}) - start
-        for size in (_SMALL, 2 * _SMALL)
-    )
+
+    def logprobs(size: float) -> Tensor:
+        there = {
+            full[id(held[name])]: value + size * directions[name]
+            for name, value in parameters.items()
+        }
+        found: Tensor = functional_call(policy, there, inputs).logprobs
+        return found
+
+    start = logprobs(0.0)
+    once = logprobs(_SMALL) - start
+    twice = logprobs(2 * _SMALL) - start
     length = float(torch.linalg.vector_norm(twice))
     if not length:
-        return float("nan")
+        return math.nan
     return float(torch.linalg.vector_norm(twice - 2 * once)) / length

@@ -6,17 +6,23 @@ dtype rounds the change away, and above another the second order takes over. Bet
 the difference is at most a tenth.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from matplotlib.figure import Figure
 
+from ttrl.configs import GRPOConfig
 from ttrl.facts import Facts, Number
 from ttrl.instruments.entropy_batch import EntropyBatch
 from ttrl.instruments.linear_response import Response, Vector, linear_regime, moved
 from ttrl.instruments.precision import TORCH_DTYPES, Dtype
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.lora import adapted
 
 PRECISION_FACTORS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """The sweep of η, in multiples of the learning rate."""
@@ -72,6 +78,25 @@ def precision_sweep(
             measured = _measured(batch, start, vector, etas)
         sweeps.append(_ends(dtype, batch.device.type, measured, slope))
     return PrecisionSweep(slope=slope, lr=lr, sweeps=sweeps)
+
+
+def batches_by_dtype(
+    config: GRPOConfig, here: Ranks, origin: Vector, own: EntropyBatch
+) -> Iterator[tuple[Dtype, EntropyBatch]]:
+    """Yield the entropy batch under policies that compute in bf16, fp32 and fp64. origin: the
+    parameters of the sampling policy. own: the batch in fp64.
+    """
+    narrower: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
+    for dtype in narrower:
+        policy = load_policy(dataclasses.replace(config, dtype=dtype), here)
+        for layer in adapted(policy).values():
+            layer.dropout = 0.0
+        held = policy.parameters_by_name()
+        with torch.no_grad():
+            for name, value in origin.items():
+                held[name].copy_(value)
+        yield dtype, own.under(policy)
+    yield "fp64", own
 
 
 def _measured(

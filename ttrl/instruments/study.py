@@ -41,14 +41,13 @@ import dataclasses
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.func import functional_call
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
@@ -65,12 +64,12 @@ from ttrl.instruments.linear_response import (
     moved,
 )
 from ttrl.instruments.momentum import Age, by_age, kept_momenta
-from ttrl.instruments.precision import Dtype, precision_of, prove_device, prove_model
-from ttrl.instruments.precision_sweep import precision_sweep
+from ttrl.instruments.precision import precision_of, prove_device, prove_model
+from ttrl.instruments.precision_sweep import batches_by_dtype, precision_sweep
 from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts
 from ttrl.instruments.study_config import StudyDevice, study_config
 from ttrl.instruments.tokens import covariance_outliers, mismatch
-from ttrl.instruments.update_rules import Update, rule_of
+from ttrl.instruments.update_rules import Update, moment_rounding, rule_of
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
 from ttrl.training.objective.objective import objective_from
@@ -79,11 +78,10 @@ from ttrl.training.optimizer.optimizer import (
     learning_rate,
     make_optimizer,
 )
-from ttrl.training.optimizer.state import rounded_to_8_bits, state_tensors
+from ttrl.training.optimizer.state import state_tensors
 from ttrl.training.parallel.distributed import Ranks, derived_generator, ranks
 from ttrl.training.parallel.gradients import clip_gradients
 from ttrl.training.policy.adapters import as_policy_of
-from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import adapted
 from ttrl.training.policy.policy import HeadOptions
 from ttrl.training.policy.value_head import ValueHead
@@ -335,7 +333,7 @@ class _Study:
             exact = self._logprobs()
             gradients = None
         if self.dtype == torch.float64:
-            prove_model(self._few_logprobs, self.start)
+            prove_model(self.policy, self.step, self.config, self.start)
         found["precision"] = precision_of(
             _NAMES[self.dtype],
             self.config.dtype,
@@ -384,9 +382,8 @@ class _Study:
         slope = batch.gradient(self.start)
         found |= self._response(batch, update, slope, factors)
         if precision:
-            sweep = precision_sweep(
-                self._batches_by_dtype(batch), self.start, update.whole(), found, self.eta
-            )
+            batches = batches_by_dtype(self.config, self.here, self.origin, batch)
+            sweep = precision_sweep(batches, self.start, update.whole(), found, self.eta)
             found["precision_sweep"] = sweep.to_json()
         found["ages"] = [vars(one) for one in self._ages(slope, update)]
         answers = Answers(
@@ -416,32 +413,6 @@ class _Study:
         ]
         times = draw(self.packed, among, sequences, derived_generator(self.seed, "draw"))
         return EntropyBatch(self.policy, self.packed, times, self.config, self.here)
-
-    def _batches_by_dtype(self, own: EntropyBatch) -> Iterator[tuple[Dtype, EntropyBatch]]:
-        """Yield the entropy batch under policies that compute in bf16, fp32 and fp64."""
-        narrower: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
-        for dtype in narrower:
-            policy = load_policy(dataclasses.replace(self.config, dtype=dtype), self.here)
-            for layer in adapted(policy).values():
-                layer.dropout = 0.0
-            held = policy.parameters_by_name()
-            with torch.no_grad():
-                for name, value in self.origin.items():
-                    held[name].copy_(value)
-            yield dtype, own.under(policy)
-        yield "fp64", own
-
-    @torch.no_grad()
-    def _few_logprobs(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Return log-probabilities of the step's first row under other parameters."""
-        full = {id(p): name for name, p in self.policy.named_parameters()}
-        named = {full[id(self.names[name])]: value for name, value in parameters.items()}
-        of_one_row = dataclasses.replace(self.config, rows_per_microbatch=1)
-        batch = next(self.step.microbatches(of_one_row, self.here.device))
-        options = HeadOptions(trained=batch["trained"])
-        inputs = (*policy_inputs(batch), options, batch.get("experts"))
-        found: Tensor = functional_call(self.policy, named, inputs).logprobs
-        return found
 
     def _held_out(self, answers: StoredAnswers, held_out: HeldOut) -> EntropyBatch:
         """Return the batch of sampled answers. The first time, store their log-probabilities."""
@@ -588,24 +559,11 @@ class _Study:
             true = self._true_step()
         found: dict[str, Any] = vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
         if self.config.optimizer == "adamw_8bit":
-            found["moment_rounding"] = self._moment_rounding()
+            gradient = {name: p.grad for name, p in self.names.items() if p.grad is not None}
+            found["moment_rounding"] = moment_rounding(
+                self.rule, self.start, gradient, self.moments
+            )
         return found
-
-    def _moment_rounding(self) -> dict[str, float]:
-        """Return the rounding of the step's new moments to 8 bits, by moment: ‖Q(m) - m‖ / ‖m‖."""
-        sums = {part: [0.0, 0.0] for part in self.rule.moments}
-        for name, p in self.names.items():
-            if p.grad is None:
-                continue
-            after = self.rule.stepped(name, self.start[name], p.grad, self.moments).after
-            for part, exact in after.items():
-                rounded = rounded_to_8_bits(exact, signed=part == self.rule.momentum)
-                sums[part][0] += float((rounded.double() - exact).square().sum())
-                sums[part][1] += float(exact.square().sum())
-        return {
-            part: math.sqrt(error / whole) if whole else 0.0
-            for part, (error, whole) in sums.items()
-        }
 
     def _distance(self, checkpoint: Path) -> float:
         """Return the distance from the checkpoint to the end of the step with the present gradient,

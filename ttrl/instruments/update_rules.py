@@ -23,6 +23,7 @@ SGD's and RMSprop's momentum b holds the weight decay of earlier steps as well; 
 """
 
 import abc
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from ttrl.configs import TrainingConfig
 from ttrl.instruments.linear_response import Vector
+from ttrl.training.optimizer.state import rounded_to_8_bits
 
 Moments = Mapping[str, Tensor]
 """An optimizer's state, "NAME.exp_avg" and the like, as `state_tensors` yields it."""
@@ -242,6 +244,28 @@ class SGD(UpdateRule):
         after = {"momentum_buffer": kept + gradient + decay * parameter}
         scale = torch.ones_like(gradient)
         return TensorStep(scale, -gradient, -kept, -decay * parameter, after)
+
+
+def moment_rounding(
+    rule: UpdateRule,
+    parameters: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    moments: Moments,
+) -> dict[str, float]:
+    """Return the rounding of a step's new moments to 8 bits, by moment: ‖Q(m) - m‖ / ‖m‖. Arguments
+    as for `UpdateRule.update`.
+    """
+    errors = dict.fromkeys(rule.moments, 0.0)
+    wholes = dict.fromkeys(rule.moments, 0.0)
+    for name, gradient in gradients.items():
+        after = rule.stepped(name, parameters[name], gradient, moments).after
+        for part, exact in after.items():
+            rounded = rounded_to_8_bits(exact, signed=part == rule.momentum)
+            errors[part] += float((rounded.double() - exact).square().sum())
+            wholes[part] += float(exact.square().sum())
+    return {
+        part: math.sqrt(errors[part] / whole) if whole else 0.0 for part, whole in wholes.items()
+    }
 
 
 def _adamw(config: TrainingConfig, step: int) -> UpdateRule:
