@@ -476,7 +476,7 @@ def test_every_optimizer_is_studied(name, model_folder, tmp_path):
     errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
     assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
     kinds = {"sgd"} | ({"rmsprop"} if "rms" in str(settings) else set())
-    assert kinds <= found["kernel"].keys()
+    assert kinds <= found["kernel"]["kinds"].keys()
 
 
 def test_moments_of_8_bits_are_studied_out_of_their_codes(model_folder, tmp_path):
@@ -524,7 +524,7 @@ def test_a_device_that_rounds_is_refused_float64():
 
 def test_precision_ends_later_in_wider_dtypes(run, tmp_path, capsys):
     """bf16, fp32 and fp64 measure the same first order in between, and end where they must."""
-    factors = "1e-5,1e-4,1e-3,1e-2,0.1,1,10,100"
+    factors = "1e-5,1e-4,1e-3,1e-2,0.1,1,10,30"
     arguments = ["--precision", "--sequences", "24", "--factors", factors]
     assert main(["study", str(run), *arguments, "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "study.json").read_text())["precision_sweep"]
@@ -532,11 +532,12 @@ def test_precision_ends_later_in_wider_dtypes(run, tmp_path, capsys):
     bf16, fp32, fp64 = ({p["eta"]: p["off"] for p in one["points"]} for one in found["sweeps"])
     assert len(fp64) == 8 and fp64.keys() == fp32.keys() == bf16.keys()
     smallest, *_, largest = sorted(fp64)
-    assert fp64[smallest] < 1e-3 < fp32[smallest] < bf16[smallest]
+    assert fp64[smallest] < 1e-3 and fp32[smallest] > 0.1 < bf16[smallest]
     assert fp64[largest] > 0.1 and fp32[largest] == pytest.approx(fp64[largest], rel=0.01)
     low, high = found["sweeps"][2]["precision_ends"], found["sweeps"][2]["linearity_ends"]
     assert low == smallest and low < high < largest
-    assert (found["sweeps"][1]["precision_ends"] or math.inf) > low
+    ends = [one["precision_ends"] or math.inf for one in found["sweeps"]]
+    assert ends[0] >= ends[1] > ends[2]
     assert (tmp_path / "precision.png").read_bytes().startswith(b"\x89PNG")
     assert "fp64 on the CPU: from" in capsys.readouterr().out
     assert main(["study", str(run), "--precision", "--dtype", "fp32"]) == 2

@@ -526,7 +526,7 @@ class _Study:
     @contextlib.contextmanager
     def _stepped(self) -> Iterator[None]:
         """Take the optimizer's own step with the present gradient, and take it back."""
-        had_state = bool(self._optimizer.state)
+        had_state = any(self._optimizer.state.values())
         self.trained.stepper.begin(self.scale)
         self._optimizer.step()
         yield
