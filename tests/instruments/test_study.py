@@ -190,6 +190,9 @@ def test_a_study_computes_in_its_own_dtype_whatever_the_runs_was(run_in_bf16, tm
     rounding, own = found.pop("mismatch")["rounding"], other.pop("mismatch")
     assert 1e-4 < rounding["rms"] < 0.1 and ("rounding" in own) == (dtype == "fp64")
     assert (found.pop("run_dtype"), other.pop("run_dtype")) == ("bf16", "fp32")
+    stated = [one.pop("precision") for one in (found, other)]
+    assert [one["mismatch"]["dtype"] for one in stated] == ["bf16", "fp32"]
+    assert [one["sweep"] for one in stated] == [{"dtype": dtype, "device": "cpu"}] * 2
     del found["checkpoint"], other["checkpoint"], found["matrices"], other["matrices"]
     assert found == other
 

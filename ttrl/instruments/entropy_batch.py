@@ -97,7 +97,9 @@ def part_of(step: Step, samples: Sequence[int]) -> Step:
     has = rows.labels != IGNORE_LABEL
     had = step.rows.labels != IGNORE_LABEL
     kept = torch.nonzero(has.any(dim=1)).squeeze(1).tolist()
-    hidden = [step.reference_hidden[row][has[row][had[row]]] for row in kept]
+    hidden = []
+    if step.reference_hidden:
+        hidden = [step.reference_hidden[row][has[row][had[row]]] for row in kept]
     chosen = rows.rows(kept)
     return dataclasses.replace(
         step,
@@ -106,7 +108,7 @@ def part_of(step: Step, samples: Sequence[int]) -> Step:
         numbers=[step.numbers[row] for row in kept],
         num_rows=len(kept),
         signals={name: signal[kept] for name, signal in step.signals.items()},
-        reference_hidden=hidden if step.reference_hidden else [],
+        reference_hidden=hidden,
     )
 
 

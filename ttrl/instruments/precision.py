@@ -210,10 +210,11 @@ def model_error(
     full = {id(p): name for name, p in policy.named_parameters()}
     held = policy.parameters_by_name()
     generator = torch.Generator().manual_seed(0)
-    directions = {
-        name: value * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
-        for name, value in parameters.items()
-    }
+    directions = {}
+    for name, value in parameters.items():
+        drawn = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+        # Adapters begin at 0.
+        directions[name] = drawn * (value.square().mean().sqrt() or 1.0)
 
     def logprobs(size: float) -> Tensor:
         there = {

@@ -104,7 +104,8 @@ def rounded_to_8_bits(moment: Tensor, signed: bool) -> Tensor:
         return moment.float()
     codes = OptimState8bit.zeros(moment.shape, signed, _BLOCK, moment.device)
     codes.copy_(moment.float())
-    return codes.dequantize()
+    rounded: Tensor = codes.dequantize()
+    return rounded
 
 
 def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
