@@ -127,7 +127,8 @@ def dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 def cosines(rows: Tensor, others: Tensor) -> Tensor:
     """Return the cosines of all pairs of rows [N, M]; 0 for a row of zeros."""
     norms = rows.norm(dim=1)[:, None] * others.norm(dim=1)[None, :]
-    return (rows @ others.T / norms).nan_to_num()
+    found: Tensor = rows @ others.T / norms
+    return found.nan_to_num()
 
 
 def projection_error(rows: Tensor, total: Tensor, exact: Tensor) -> float:

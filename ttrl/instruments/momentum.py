@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -106,4 +107,5 @@ def _states(state: str | None) -> Iterator[Path]:
             # An iteration without settings began somewhere, too.
             yield folder.parent / "unknown"
             return
-        state = OmegaConf.load(settings).get("state")
+        values: Any = OmegaConf.load(settings)
+        state = values.get("state")

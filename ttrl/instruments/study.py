@@ -386,7 +386,8 @@ class _Study:
         )
         if not kernel:
             return found | answers.effects(slope, pushed).to_json()
-        kinds = {"sgd": None, self.config.optimizer: pushed.preconditioner}
+        kinds: dict[str, Vector | None] = {"sgd": None}
+        kinds[self.config.optimizer] = pushed.preconditioner
         effects, kernels = answers.kernels(slope, pushed, kernel, kinds)
         end = moved(self.start, update.whole(), self.eta)
         changes = batch.logprobs(end) - batch.logprobs(self.start)
@@ -472,19 +473,14 @@ class _Study:
             momentum = now[name]
             ratio = torch.where(momentum == 0, 0.0, update.earlier[name] / momentum)
             weights[name] = ratio * slope[name]
-        first = self.taken - self.number
         decay = self.config.beta1
         kept, is_all = kept_momenta(self.config.state, list(weights), self.taken, decay)
-        products = [(one.steps, one.product(weights)) for one in kept]
+        products = {one.steps: one.product(weights) for one in kept}
         if is_all:
-            products.insert(0, (0, 0.0))
-        between = [*self.momenta, now]
-        if not self.number:
-            between = [now]
-            products = [one for one in products if one[0] < self.taken]
-        for steps, momentum in enumerate(between, first + (1 if self.number else 0)):
-            products.append((steps, dot(weights, momentum)))
-        return by_age(products, decay)
+            products[0] = 0.0
+        for back, held in enumerate([now, *reversed(self.momenta)]):
+            products[self.taken - back] = dot(weights, held)
+        return by_age(sorted(products.items()), decay)
 
     @torch.no_grad()
     def _put(self, parameters: Vector) -> None:

@@ -272,7 +272,7 @@ def draw_kernel(cosines: Tensor, answers: int, tasks: Sequence[str], path: Path)
     """
     figure = Figure(figsize=(7.5, 6.5), layout="constrained")
     axes = figure.subplots()
-    picture = axes.imshow(cosines, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+    picture = axes.imshow(cosines.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
     borders = [place for place in range(1, len(tasks)) if tasks[place] != tasks[place - 1]]
     for place in (0, *borders):
         if place:
