@@ -29,9 +29,10 @@ try:
 except ImportError:
     import httpx as http
 
-from ttrl import Task, TrainConfig
+from ttrl import Task, TrainConfig, train
 from ttrl.errors import ServerError
-from ttrl.loop import train as loop
+from ttrl.facts import Sync
+from ttrl.loop import train as loop_of_run
 
 TASKS_PER_ITERATION = 3
 SAMPLES = 4
@@ -110,7 +111,7 @@ class RecordedServer:
 
     def serve(
         self, checkpoint: Path, handover: Any = None, start_from: Path | None = None
-    ) -> dict[str, Any] | None:
+    ) -> Sync | None:
         if self._checkpoint == checkpoint:
             return None
         files = (
@@ -120,12 +121,8 @@ class RecordedServer:
         )
         self._weights = weights_of(files)
         self._checkpoint, self._digest, self._models = checkpoint, digest_of(self._weights), {}
-        return {
-            "mode": "reload" if handover is None else "memory",
-            "seconds": 0.0,
-            "canary_max_difference": 0.0,
-            "fell_back": None,
-        }
+        mode = "reload" if handover is None else "memory"
+        return Sync(mode=mode, seconds=0.0, canary_max_difference=0.0, fell_back=None)
 
     def stop(self) -> None:
         self._checkpoint = None
@@ -304,7 +301,7 @@ def main() -> int:
     arguments = parser.parse_args()
     RecordedServer.recording = Recording(arguments.recording, writable=arguments.record)
     RecordedServer.requests, RecordedServer.model = arguments.requests, Path(arguments.model)
-    loop.PolicyServer = RecordedServer  # type: ignore[assignment, misc]
+    loop_of_run.PolicyServer = RecordedServer  # type: ignore[assignment, misc]
     settings = {
         "run": arguments.run,
         "model": arguments.model,
@@ -320,7 +317,7 @@ def main() -> int:
     # One epoch: each task belongs to one iteration, so that a request tells which one it was made
     # for.
     training = tasks("task", arguments.iterations * TASKS_PER_ITERATION)
-    loop.train(
+    train(
         TrainConfig(**(settings | arguments.settings)),
         training,
         tasks("held-out", VALIDATION),
