@@ -38,7 +38,6 @@ For one process; only adapters if the run trains adapters. Never run on a GPU.
 
 import contextlib
 import dataclasses
-import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -55,8 +54,8 @@ from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.data.packing.packed import normaliser
 from ttrl.errors import ConfigError, RunFolderError, UnmovedStepError
 from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, only
-from ttrl.instruments.fisher import dot, preconditioner_of
-from ttrl.instruments.held_out import LEAST_ESS, HeldOut, StoredAnswers
+from ttrl.instruments.fisher import preconditioner_of
+from ttrl.instruments.held_out import HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
     AdamW,
     Response,
@@ -68,7 +67,7 @@ from ttrl.instruments.linear_response import (
     linear_regime,
     moved,
 )
-from ttrl.instruments.momentum import Age, by_age, kept_momenta
+from ttrl.instruments.momentum import Age, ages
 from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts
 from ttrl.instruments.tokens import covariance_outliers, mismatch
 from ttrl.training.batches import Update as Step
@@ -88,7 +87,6 @@ from ttrl.training.step import GradientStep, StepResult
 from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 
-logger = logging.getLogger(__name__)
 StudyDtype = Literal["fp32", "fp64"]
 _DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -214,10 +212,9 @@ class _Study:
         """The iteration's start: the sampling policy."""
         seed_of = (config.seed, config.iteration)
         model = self.policy.decoder.config
-        if answers is not None and answers.facts.recorded:
-            self.answers_fit = self._effective_size(answers) >= LEAST_ESS
-            if not self.answers_fit:
-                return
+        if answers is not None and not answers.fit(self.policy, config, here):
+            self.answers_fit = False
+            return
         self.steps = updates(self.packed, config.updates_per_iteration, seed_of, here, model)
         self.number = number
         self.step = self.steps[number]
@@ -407,32 +404,13 @@ class _Study:
         return EntropyBatch(self.policy, self.packed, times, self.config, self.here)
 
     def _held_out(self, answers: StoredAnswers, held_out: HeldOut) -> EntropyBatch:
-        """Return the batch of sampled answers. The first time, store their log-probabilities."""
-        batch = self._all_of(answers)
+        """Return the batch of sampled answers. The first time, store their log-probabilities; they
+        are used as stored, so the next study finds the same.
+        """
         if not answers.facts.recorded:
-            self.answers = held_out.settle(answers, batch.label_logprobs())
-        return batch
-
-    def _all_of(self, answers: StoredAnswers) -> EntropyBatch:
-        once = dict.fromkeys(range(len(answers.packed.samples)), 1)
-        recorded = answers.facts.recorded
-        return EntropyBatch(self.policy, answers.packed, once, self.config, self.here, recorded)
-
-    def _effective_size(self, answers: StoredAnswers) -> float:
-        """Return the effective share of answers under the policy at hand."""
-        check_pack(answers.packed, self.policy)
-        batch = self._all_of(answers)
-        share = batch.effective_size(batch.start_weights)
-        if share < LEAST_ESS:
-            logger.info(
-                "the answers of iteration %d count as %.0f%% of as many before iteration %d, less "
-                "than %.0f%%: sampling again",
-                answers.facts.iteration,
-                100 * share,
-                self.config.iteration,
-                100 * LEAST_ESS,
-            )
-        return share
+            batch = answers.batch(self.policy, self.config, self.here)
+            self.answers = answers = held_out.settle(answers, batch.label_logprobs())
+        return answers.batch(self.policy, self.config, self.here)
 
     def _pushed(self, update: Update) -> Pushed:
         """Describe the vector, with the parameters' clipped gradient it was made of."""
@@ -467,20 +445,13 @@ class _Study:
         """Split the earlier steps' part of ⟨∇H, v⟩ by their age; none for a first step."""
         if not self.taken:
             return []
-        now = {name: self.moments[f"{name}.exp_avg"] for name in self.names}
+        now = {name: self.moments[f"{name}.exp_avg"] for name in update.earlier}
         weights = {}
-        for name in update.earlier:
-            momentum = now[name]
+        for name, momentum in now.items():
             ratio = torch.where(momentum == 0, 0.0, update.earlier[name] / momentum)
             weights[name] = ratio * slope[name]
-        decay = self.config.beta1
-        kept, is_all = kept_momenta(self.config.state, list(weights), self.taken, decay)
-        products = {one.steps: one.product(weights) for one in kept}
-        if is_all:
-            products[0] = 0.0
-        for back, held in enumerate([now, *reversed(self.momenta)]):
-            products[self.taken - back] = dot(weights, held)
-        return by_age(sorted(products.items()), decay)
+        momenta = [now, *reversed(self.momenta)]
+        return ages(weights, momenta, self.config.state, self.taken, self.config.beta1)
 
     @torch.no_grad()
     def _put(self, parameters: Vector) -> None:
