@@ -15,7 +15,6 @@ from ttrl.instruments.fisher import (
     cosines,
     dot,
     fit_of,
-    preconditioner_of,
     projection_error,
     projection_of,
     row_of,
@@ -230,18 +229,6 @@ def test_gradients_that_fit_are_held_whole():
     whole = row_of(vector, None, scale)
     weighted = dot(vector, {name: value * scale[name] for name, value in vector.items()})
     assert float(whole @ whole) == pytest.approx(weighted)
-
-
-def test_the_preconditioner_is_the_ratio_of_step_and_gradient():
-    gradient, scale = random_vectors(2)
-    scale = {name: value.abs() for name, value in scale.items()}
-    gradient["b"][2] = 0.0
-    update = {name: -scale[name] * value for name, value in gradient.items()}
-    found = preconditioner_of(update, gradient)
-    assert found["b"][2] == 0
-    found["b"][2] = scale["b"][2]
-    for name, value in scale.items():
-        torch.testing.assert_close(found[name], value)
 
 
 def test_cosines_of_zeros_are_zero():

@@ -61,23 +61,23 @@ def test_momenta_are_found_in_a_runs_states(tmp_path):
     state = None
     for number, momentum in enumerate(momenta, 1):
         state = save(tmp_path, number, momentum, number, state)
-    found, is_all = kept_momenta(state, ["w"], 4, BETA)
+    found, is_all = kept_momenta(state, ["w"], "exp_avg", 4, BETA)
     assert [one.steps for one in found] == [1, 2, 3, 4] and is_all
     weights = {"w": torch.rand(6, 4, dtype=torch.float64)}
     for one, momentum in zip(found, momenta, strict=True):
         assert one.product(weights) == pytest.approx(float((weights["w"] * momentum).sum()))
     # A decay that forgets: 0.1² is 1%, and no state before that one is looked up.
-    found, is_all = kept_momenta(state, ["w"], 4, 0.09)
+    found, is_all = kept_momenta(state, ["w"], "exp_avg", 4, 0.09)
     assert [one.steps for one in found] == [2, 3, 4] and not is_all
     # A pruned state.
     (tmp_path / "0002" / "state" / "optimizer.safetensors").unlink()
-    found, is_all = kept_momenta(state, ["w"], 4, BETA)
+    found, is_all = kept_momenta(state, ["w"], "exp_avg", 4, BETA)
     assert [one.steps for one in found] == [3, 4] and not is_all
-    assert kept_momenta(None, ["w"], 0, BETA) == ([], True)
+    assert kept_momenta(None, ["w"], "exp_avg", 0, BETA) == ([], True)
 
 
 def test_codes_of_8_bits_are_no_momentum(tmp_path):
     state = save(tmp_path, 1, torch.zeros(6, 4, dtype=torch.uint8), 1, None)
     with pytest.raises(KeyError, match="U8"):
-        KeptMomentum(tmp_path / "0001" / "state", ["w"])
-    assert kept_momenta(state, ["w"], 1, BETA) == ([], False)
+        KeptMomentum(tmp_path / "0001" / "state", ["w"], "exp_avg")
+    assert kept_momenta(state, ["w"], "exp_avg", 1, BETA) == ([], False)

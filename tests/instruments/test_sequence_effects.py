@@ -18,7 +18,7 @@ from ttrl.instruments.study import study
 @pytest.fixture(scope="module")
 def standing(run, tmp_path_factory):
     """A study in float64 before its step, and its answers as an entropy batch."""
-    config = module._config_of(run, str(tmp_path_factory.mktemp("scratch")), None)
+    config = module.study_config(run, str(tmp_path_factory.mktemp("scratch")), None)
     found = module._Study(config, ALONE, 0, "fp64", 0)
     found._widen()
     packed = PackedTensors.load(config.packed)

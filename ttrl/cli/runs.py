@@ -270,9 +270,14 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64); of a checkpoint"
     parser.add_argument("--factors", metavar="A,B,…", help=factors)
     dtype = "of the study, not of the run; fp64 sees small steps that fp32 rounds away (fp32)"
-    parser.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32", help=dtype)
+    parser.add_argument("--dtype", choices=("fp32", "fp64"), help=dtype)
     device = "where to compute (the run's); cpu also studies runs that were made on a GPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
+    precision = (
+        "repeat the sweep in bf16, fp32 and fp64, and show where precision and linearity end; "
+        "takes --dtype fp64; of a checkpoint"
+    )
+    parser.add_argument("--precision", action="store_true", help=precision)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     kernel = (
         "also the Fisher kernel of N of these answers and of the update's, a backward pass for "
@@ -302,13 +307,18 @@ def run_study(arguments: argparse.Namespace) -> int:
         problems.append(f"--sequences is {arguments.sequences}; it must be at least 2")
     if arguments.kernel < 0:
         problems.append(f"--kernel is {arguments.kernel}; it must be at least 0")
-    if is_run and arguments.factors is not None:
-        problems.append(f"--factors is for one checkpoint, and {arguments.path} is a run")
+    if is_run and (arguments.factors is not None or arguments.precision):
+        problems.append(
+            f"--factors and --precision are for one checkpoint, and {arguments.path} is a run"
+        )
+    if arguments.precision and arguments.dtype == "fp32":
+        problems.append("--precision compares with float64, and --dtype is fp32: leave it out")
     if problems:
         raise ConfigError("arguments", problems)
     print(f"ttrl study: loading PyTorch, then {arguments.path}", file=sys.stderr, flush=True)
     try:
         from ttrl.instruments import study_run
+        from ttrl.instruments.precision_sweep import PRECISION_FACTORS
         from ttrl.instruments.study import FACTORS, study
         from ttrl.instruments.study_report import study_text, write_study
     except ModuleNotFoundError as error:
@@ -323,8 +333,9 @@ def run_study(arguments: argparse.Namespace) -> int:
         run = arguments.path
     else:
         run = arguments.path.absolute().parent.parent.parent
-    names = ("sequences", "dtype", "device", "seed", "kernel")
+    names = ("sequences", "device", "seed", "kernel")
     options = {name: getattr(arguments, name) for name in names}
+    options["dtype"] = arguments.dtype or ("fp64" if arguments.precision else "fp32")
     options["held_out"] = _held_out(arguments, run)
     if is_run:
         say("\n".join(textwrap.wrap(study_run.HEADING, 100)) + "\n")
@@ -335,7 +346,12 @@ def run_study(arguments: argparse.Namespace) -> int:
         say(study_run.last_words(every))
         paths = study_run.write_steps(every, arguments.output or arguments.path / "study")
     else:
-        found = study(arguments.path, factors=factors or FACTORS, **options)
+        found = study(
+            arguments.path,
+            factors=factors or (PRECISION_FACTORS if arguments.precision else FACTORS),
+            precision=arguments.precision,
+            **options,
+        )
         say(study_text(found))
         paths = write_study(found, arguments.output or arguments.path.parent / "study")
     for path in paths:

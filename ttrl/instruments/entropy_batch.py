@@ -89,6 +89,27 @@ def only(packed: PackedTensors, samples: Sequence[int]) -> PackedTensors:
     )
 
 
+def part_of(step: Step, samples: Sequence[int]) -> Step:
+    """Return the rows of a step with labels of these samples, by their numbers in its rows' table,
+    and with these labels alone.
+    """
+    rows = only(step.rows, samples)
+    has = rows.labels != IGNORE_LABEL
+    had = step.rows.labels != IGNORE_LABEL
+    kept = torch.nonzero(has.any(dim=1)).squeeze(1).tolist()
+    hidden = [step.reference_hidden[row][has[row][had[row]]] for row in kept]
+    chosen = rows.rows(kept)
+    return dataclasses.replace(
+        step,
+        rows=chosen,
+        normaliser=normaliser(rows),
+        numbers=[step.numbers[row] for row in kept],
+        num_rows=len(kept),
+        signals={name: signal[kept] for name, signal in step.signals.items()},
+        reference_hidden=hidden if step.reference_hidden else [],
+    )
+
+
 def alone(step: Step, sample: int) -> Step:
     """Return the step with one sample's tokens in a row of their own: a pass computes nothing else,
     with the same results. sample: its number in the table of the step's rows. The normaliser stays
@@ -137,8 +158,9 @@ class EntropyBatch:
         recorded: bool = False,
     ) -> None:
         self._policy = policy
+        self.device = here.device
+        self._inputs = (packed, times, config, here, recorded)
         self._config = config
-        self._device = here.device
         full = {id(p): name for name, p in policy.named_parameters()}
         self._full_names = {name: full[id(p)] for name, p in policy.parameters_by_name().items()}
         chosen = only(packed, list(times))
@@ -195,6 +217,10 @@ class EntropyBatch:
         """Return (Σw)²/Σw² over draws, as a share."""
         return effective_size(log_w_S.repeat_interleave(self.times))
 
+    def under(self, policy: Policy) -> "EntropyBatch":
+        """Return the same answers under another policy, such as one of another dtype."""
+        return EntropyBatch(policy, *self._inputs)
+
     def mean(self, values_S: Tensor) -> Mean:
         """Return the mean over draws, with its error over prompts."""
         return mean_over(
@@ -239,7 +265,7 @@ class EntropyBatch:
         parameters: scalars of one graph. The parts of all samples sum to the mean.
         """
         step = alone(self._step, self._places[place])
-        (batch,) = step.microbatches(self._config, self._device)
+        (batch,) = step.microbatches(self._config, self.device)
         options = HeadOptions(trained=batch["trained"], entropy_grad=True)
         out = self._policy(*policy_inputs(batch), options, batch.get("experts"))
         count = len(out.logprobs)

@@ -106,19 +106,6 @@ def row_of(
 
 
 @torch.no_grad()
-def preconditioner_of(
-    update: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return P of an optimizer with the vector -P·gradient for its present gradient: 0 for
-    parameters without a gradient, on which the step has no effect."""
-    found = {}
-    for name, value in gradient.items():
-        # A ratio of numbers near 0 may round to a negative one.
-        ratio = torch.where(value == 0, 0.0, -update[name].double() / value.double())
-        found[name] = ratio.clamp(min=0).to(update[name].dtype)
-    return found
-
-
 def dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """Return ⟨one, other⟩: products in their own dtype, added up in float64."""
     return math.fsum(float((one[name] * other[name]).sum(dtype=torch.float64)) for name in one)

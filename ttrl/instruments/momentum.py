@@ -10,6 +10,7 @@ momenta are enough: none is held in memory. The parts telescope, so their sum is
 """
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,16 +58,17 @@ def by_age(products: Sequence[tuple[int, float]], decay: float) -> list[Age]:
 def ages(
     weights: Mapping[str, Tensor],
     momenta: Sequence[Mapping[str, Tensor]],
+    moment: str,
     state: str | None,
     taken: int,
     decay: float,
 ) -> list[Age]:
     """Split ⟨weights, m⟩ by age, m the momentum after `taken` steps, before the studied one.
 
-    momenta: those in memory, newest first, a step apart; m is the first. state: the folder with the
-    state at the iteration's start, for earlier ones. decay: d.
+    momenta: those in memory, newest first, a step apart; m is the first. moment: its name in
+    states. state: the folder with the state at the iteration's start, for earlier ones. decay: d.
     """
-    kept, is_all = kept_momenta(state, list(weights), taken, decay)
+    kept, is_all = kept_momenta(state, list(weights), moment, taken, decay)
     products = {one.steps: one.product(weights) for one in kept}
     if is_all:
         products[0] = 0.0
@@ -78,44 +80,54 @@ def ages(
 class KeptMomentum:
     """The momentum after an earlier iteration, in the file of its optimizer's state."""
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], moment: str) -> None:
         """Raises OSError, KeyError or SafetensorError if it is not there, or not as numbers."""
         self._path = folder / "optimizer.safetensors"
         self._names = names
+        self._moment = moment
         with safe_open(self._path, framework="pt") as file:
             for name in names:
-                parts = file.get_slice(f"{name}.exp_avg").get_dtype()
+                parts = file.get_slice(f"{name}.{self._moment}").get_dtype()
                 if parts not in ("F32", "F64"):
-                    raise KeyError(f"{name}.exp_avg is of {parts}")
-            self.steps = max(int(file.get_tensor(f"{name}.step")) for name in names)
+                    raise KeyError(f"{name}.{moment} is of {parts}")
+            stored = set(file.keys())
+            counts = [f"{name}.step" for name in names if f"{name}.step" in stored]
+            steps = [int(file.get_tensor(name)) for name in counts]
+        # SGD counts none: those of the run.
+        self.steps = max(steps) if steps else _global_step(folder)
 
     def product(self, weights: Mapping[str, Tensor]) -> float:
         """Return ⟨weights, m⟩. One tensor is read at a time."""
         total = 0.0
         with safe_open(self._path, framework="pt") as file:
             for name in self._names:
-                moment = file.get_tensor(f"{name}.exp_avg").reshape(weights[name].shape)
+                moment = file.get_tensor(f"{name}.{self._moment}").reshape(weights[name].shape)
                 total += float((weights[name] * moment.to(weights[name])).sum(dtype=torch.float64))
         return total
 
 
 def kept_momenta(
-    state: str | None, names: Sequence[str], now: int, decay: float
+    state: str | None, names: Sequence[str], moment: str, now: int, decay: float
 ) -> tuple[list[KeptMomentum], bool]:
     """Return the momenta before an iteration, oldest first, and whether none is missing before the
     first: of `state`, the state at its start, and of the iterations before, as far as their states
-    are there and count (OLDEST). now: steps taken before the studied one.
+    are there and count (OLDEST). moment: the momentum's name there. now: steps taken before the
+    studied one.
     """
     found: list[KeptMomentum] = []
     for folder in _states(state):
         try:
-            one = KeptMomentum(folder, names)
-        except (OSError, KeyError, SafetensorError):
+            one = KeptMomentum(folder, names, moment)
+        except (OSError, KeyError, ValueError, SafetensorError):
             return found, False
         found.insert(0, one)
         if decay ** (now - one.steps) < OLDEST:
             return found, False
     return found, True
+
+
+def _global_step(folder: Path) -> int:
+    return int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["global_step"])
 
 
 def _states(state: str | None) -> Iterator[Path]:

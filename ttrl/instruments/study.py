@@ -1,11 +1,10 @@
-"""Study one optimizer step of a run: AdamW's vector, and its effect on the entropy of whole
+"""Study one optimizer step of a run: the optimizer's vector, and its effect on the entropy of whole
 answers.
 
 The folder of an iteration holds the start of its training: grpo.yaml names model, state and pack.
 The study reports
 
-    step      AdamW's vector by hand against the true step of the optimizer, and against the
-              checkpoint
+    step      the optimizer's vector by hand against its true step, and against the checkpoint
     entropy   of the answers, by both estimates
     response  H(θ + ηv) over a sweep of η, by importance weights on the same answers, against
               δH₁ = η⟨∇H, v⟩ and the second order
@@ -33,7 +32,8 @@ its own, fp32 or fp64, for all of the above. Three things stay in the run's dtyp
 the studied one, the distance to the run's checkpoint, and `mismatch`, a measure of the run's own
 precision.
 
-For one process; only adapters if the run trains adapters. Never run on a GPU.
+For one process, after runs of any number (`ttrl.instruments.study_config`); only adapters if the
+run trains adapters. Never run on a GPU.
 """
 
 import contextlib
@@ -45,35 +45,37 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
-from ttrl.data.packing.packed import normaliser
-from ttrl.errors import ConfigError, RunFolderError, UnmovedStepError
-from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, only
-from ttrl.instruments.fisher import preconditioner_of
+from ttrl.errors import UnmovedStepError
+from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
 from ttrl.instruments.held_out import HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
-    AdamW,
     Response,
-    Update,
     Vector,
-    adamw_update,
     agreement,
     inner,
     linear_regime,
     moved,
 )
 from ttrl.instruments.momentum import Age, ages
+from ttrl.instruments.precision import precision_of, prove_device, prove_model
+from ttrl.instruments.precision_sweep import batches_by_dtype, precision_sweep
 from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts
+from ttrl.instruments.study_config import StudyDevice, study_config
 from ttrl.instruments.tokens import covariance_outliers, mismatch
+from ttrl.instruments.update_rules import Update, moment_rounding, rule_of
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
 from ttrl.training.objective.objective import objective_from
-from ttrl.training.optimizer.optimizer import OptimizerInBackward, learning_rate
+from ttrl.training.optimizer.optimizer import (
+    OptimizerInBackward,
+    learning_rate,
+    make_optimizer,
+)
 from ttrl.training.optimizer.state import state_tensors
 from ttrl.training.parallel.distributed import Ranks, derived_generator, ranks
 from ttrl.training.parallel.gradients import clip_gradients
@@ -85,7 +87,6 @@ from ttrl.training.prepass import Prepass
 from ttrl.training.resident import Trained, load_trained
 from ttrl.training.step import GradientStep, StepResult
 from ttrl.training.timing import Stopwatch
-from ttrl.training.train_log import TrainProgress
 
 StudyDtype = Literal["fp32", "fp64"]
 _DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
@@ -101,24 +102,28 @@ def study(
     sequences: int = 256,
     factors: Sequence[float] = FACTORS,
     dtype: StudyDtype = "fp32",
-    device: Literal["cpu", "cuda"] | None = None,
+    device: StudyDevice | None = None,
     seed: int = 0,
     kernel: int = 0,
     update: int = 1,
     held_out: HeldOut | None = None,
+    precision: bool = False,
 ) -> dict[str, Any]:
     """Study an optimizer step of the iteration that made `checkpoint`: number `update`, from 1.
 
     sequences: of the entropy batch, if it is drawn from the pack. dtype: in fp32, small steps are
     lost in rounding. device: None takes the run's. kernel: answers of the entropy batch in the
-    Fisher kernel. held_out: the entropy batch's own tasks; None: the pack's.
+    Fisher kernel. held_out: the entropy batch's own tasks; None: the pack's. precision: repeat the
+    sweep in bf16, fp32 and fp64, for a study in fp64.
 
     Returns the content of study.json, and with `kernel` "matrices", tensors by name. Raises
-    RunFolderError if a file from the iteration's start is gone, ConfigError for an optimizer other
-    than plain AdamW and for a missing device, UnmovedStepError for a step without movement.
+    RunFolderError if a file from the iteration's start is gone, ConfigError for a missing device
+    and for float64 without a proof, UnmovedStepError for a step without movement.
     """
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
-        config = _config_of(Path(checkpoint), scratch, device)
+        config = study_config(Path(checkpoint), scratch, device, update - 1)
+        if dtype == "fp64" and config.device == "cuda":
+            prove_device(torch.device("cuda"))
         answers = None if held_out is None else held_out.stored(config.iteration)
         while True:
             # Servers sample while no policy is in memory here.
@@ -128,50 +133,9 @@ def study(
                 found = _Study(config, here, seed, dtype, update - 1, answers)
                 if found.answers_fit:
                     sampling = Sampling(sequences, held_out)
-                    return found.run(Path(checkpoint), sampling, factors, kernel)
+                    return found.run(Path(checkpoint), sampling, factors, kernel, precision)
             answers = None
             del found
-
-
-def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | None) -> GRPOConfig:
-    path = checkpoint.parent / "grpo.yaml"
-    if not path.is_file():
-        raise RunFolderError(
-            f"{path} is not there; give the checkpoint of an iteration that was trained, such as "
-            "runs/NAME/iterations/0007/checkpoint"
-        )
-    values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    config = GRPOConfig.parse(values, str(path))
-    for name in ("model", "packed", "state"):
-        value = getattr(config, name)
-        if value is not None and not Path(value).exists():
-            raise RunFolderError(
-                f"{name} of {path} is gone: {value}; a run keeps the states of its last two "
-                "iterations, and the checkpoints that "
-                "keep_checkpoints says: study one of those, from the folder that the run was "
-                "started in"
-            )
-    problems = []
-    plain = config.optimizer == "adamw" and config.tensor_parallel == 1
-    if not plain or config.optimizer_in_backward or config.optimizer_on_cpu:
-        only = "only plain AdamW in one process can be studied"
-        problems.append(f"{only} (optimizer, tensor_parallel)")
-    if (device or config.device) == "cuda" and not torch.cuda.is_available():
-        if device is None:
-            whose = "that of the run"
-        else:
-            whose = "--device"
-        what = f"the device is 'cuda' ({whose}), and PyTorch sees no GPU here"
-        problems.append(f"{what}; --device cpu studies the run on the CPU")
-    if problems:
-        raise ConfigError(str(path), problems)
-    own: dict[str, Any] = {"output_dir": scratch, "sampler_rows": 0, "follow": None}
-    own |= {"cpu_offload": False, "compile": False}  # neither changes the results
-    if device is not None and device != config.device:
-        own |= {"device": device, "num_threads": None}
-    if own.get("device") == "cpu":
-        own["activation_offloading"] = False
-    return dataclasses.replace(config, **own)
 
 
 class Sampling(NamedTuple):
@@ -202,7 +166,7 @@ class _Study:
         self.seed = seed
         self.dtype = _DTYPES[dtype]
         self.packed = PackedTensors.load(config.packed)
-        self.trained: Trained = load_trained(config, here)
+        self.trained: Trained = load_trained(self._loaded_as(number), here)
         self.policy = self.trained.policy
         check_pack(self.packed, self.policy, config.model)
         self.packed = replayed(self.packed, self.policy, config)
@@ -236,11 +200,37 @@ class _Study:
         self.moments = {
             name: tensor.clone() for name, tensor in state_tensors(self.policy, self._optimizer)
         }
-        self.taken = max(int(self.moments[f"{name}.step"]) for name in self.names)
+        if number and config.optimizer == "adamw_8bit":
+            self._leave_8_bits()
+        counts = [int(v) for name, v in self.moments.items() if name.endswith(".step")]
+        taken = max(counts, default=self.trained.stepper.global_step)
+        self.rule = rule_of(config, taken)
         self.scale = self._scale(self.step)
         self.eta = learning_rate(config, self.trained.stepper.global_step) * self.scale
         if not self.eta:
             raise self._unmoved("its learning rate is 0 (lr, lr_schedule, warmup_steps)")
+
+    def _loaded_as(self, number: int) -> GRPOConfig:
+        """Return the config to load by. Without earlier steps to repeat, moments of 8 bits are read
+        out of their codes, as their own step does.
+        """
+        if self.config.optimizer == "adamw_8bit" and not number:
+            return dataclasses.replace(self.config, optimizer="adamw")
+        return self.config
+
+    def _leave_8_bits(self) -> None:
+        """Continue with AdamW, from the same moments: its step is that of 8 bits, but for the
+        rounding of the new moments.
+        """
+        config = dataclasses.replace(self.config, optimizer="adamw")
+        optimizer = make_optimizer(self.policy, config)
+        for name, p in self.names.items():
+            optimizer_state = {
+                part: self.moments[f"{name}.{part}"].clone() for part in ("exp_avg", "exp_avg_sq")
+            }
+            count = self.moments[f"{name}.step"].reshape(()).to(p.device, copy=True)
+            optimizer.state[p] = optimizer_state | {"step": count}
+        self.trained.stepper.optimizer = optimizer
 
     def _unmoved(self, why: str) -> UnmovedStepError:
         which = f"update {self.number + 1} of iteration {self.config.iteration}"
@@ -267,7 +257,7 @@ class _Study:
         if self.head is not None:
             self.head.to(self.dtype)
         for state in self._optimizer.state.values():
-            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:  # there is none at first
+            for name in state.keys() & set(self.rule.moments):  # there is none at first
                 state[name] = state[name].to(self.dtype)
         self.origin = {name: tensor.to(self.dtype) for name, tensor in self.origin.items()}
         self.start = {name: tensor.to(self.dtype) for name, tensor in self.start.items()}
@@ -288,9 +278,8 @@ class _Study:
         config = self.config
         here = self.here
         watch = Stopwatch(here.device)
-        progress = TrainProgress(0, here)
         gradient = GradientStep(
-            self.policy, config, here, watch, progress, self.head, self.prepass.reference_head
+            self.policy, config, here, watch, None, self.head, self.prepass.reference_head
         )
         return gradient.accumulate(step, self.objective.at(self.trained.stepper.global_step))
 
@@ -309,7 +298,12 @@ class _Study:
         return optimizer
 
     def run(
-        self, checkpoint: Path, sampling: Sampling, factors: Sequence[float], kernel: int
+        self,
+        checkpoint: Path,
+        sampling: Sampling,
+        factors: Sequence[float],
+        kernel: int,
+        precision: bool,
     ) -> dict[str, Any]:
         found: dict[str, Any] = {
             "checkpoint": str(checkpoint),
@@ -325,7 +319,8 @@ class _Study:
         own = self._own_logprobs()
         gradients = None
         distance = None
-        if self.number + 1 == len(self.steps) and self.config.lora_rank is None:
+        is_last = self.number + 1 == len(self.steps)
+        if is_last and self.config.lora_rank is None and checkpoint.is_dir():
             gradients = self._gradients(self.step)
             distance = self._distance(checkpoint)
         exact = None
@@ -333,6 +328,15 @@ class _Study:
             self._widen()
             exact = self._logprobs()
             gradients = None
+        if self.dtype == torch.float64:
+            prove_model(self.policy, self.step, self.config, self.start)
+        found["precision"] = precision_of(
+            _NAMES[self.dtype],
+            self.config.dtype,
+            self.here.device,
+            kernel=bool(kernel),
+            distance=distance is not None,
+        ).to_json()
 
         update = self._update(self.step, gradients)
         pushed = self._pushed(update)
@@ -345,7 +349,7 @@ class _Study:
         studied = self.step
         if self.answers is None:
             entropy_half, update_half = halves(rows, derived_generator(self.seed, "study"))
-            studied = self._part(update_half)
+            studied = part_of(self.step, update_half)
             update = self._update(studied)
             pushed = self._pushed(update)
             found["half_cosine"] = agreement(update.whole(), whole).cosine
@@ -373,6 +377,10 @@ class _Study:
         found["entropy_batch"]["effective_size"] = batch.effective_size(weights)
         slope = batch.gradient(self.start)
         found |= self._response(batch, update, slope, factors)
+        if precision:
+            batches = batches_by_dtype(self.config, self.here, self.origin, batch)
+            sweep = precision_sweep(batches, self.start, update.whole(), found, self.eta)
+            found["precision_sweep"] = sweep.to_json()
         found["ages"] = [vars(one) for one in self._ages(slope, update)]
         answers = Answers(
             own=made_of,
@@ -384,7 +392,7 @@ class _Study:
         if not kernel:
             return found | answers.effects(slope, pushed).to_json()
         kinds: dict[str, Vector | None] = {"sgd": None}
-        kinds[self.config.optimizer] = pushed.preconditioner
+        kinds[self.rule.name] = pushed.preconditioner
         effects, kernels = answers.kernels(slope, pushed, kernel, kinds)
         end = moved(self.start, update.whole(), self.eta)
         changes = batch.logprobs(end) - batch.logprobs(self.start)
@@ -415,7 +423,7 @@ class _Study:
     def _pushed(self, update: Update) -> Pushed:
         """Describe the vector, with the parameters' clipped gradient it was made of."""
         gradient = {name: p.grad for name, p in self.names.items() if p.grad is not None}
-        scale = preconditioner_of(update.current, gradient)
+        scale = self.rule.preconditioner(self.start, gradient, self.moments, self.dtype)
         for tensor in scale.values():
             tensor *= self.clipped
         others = {"earlier": update.earlier, "decay": update.decay}
@@ -434,7 +442,7 @@ class _Study:
 
     def _momentum(self) -> Vector:
         """Return a copy of the optimizer's momentum."""
-        ends = ".exp_avg"
+        ends = f".{self.rule.momentum}"
         return {
             name.removesuffix(ends): tensor.clone()
             for name, tensor in state_tensors(self.policy, self._optimizer)
@@ -442,43 +450,33 @@ class _Study:
         }
 
     def _ages(self, slope: Vector, update: Update) -> list[Age]:
-        """Split the earlier steps' part of ⟨∇H, v⟩ by their age; none for a first step."""
-        if not self.taken:
+        """Split the earlier steps' part of ⟨∇H, v⟩ by their age; none for a first step, and for an
+        optimizer without momentum.
+        """
+        taken = self.rule.step - 1
+        if not taken or not self.rule.memory:
             return []
-        now = {name: self.moments[f"{name}.exp_avg"] for name in update.earlier}
+        now = {name: self.moments[f"{name}.{self.rule.momentum}"] for name in update.earlier}
         weights = {}
         for name, momentum in now.items():
             ratio = torch.where(momentum == 0, 0.0, update.earlier[name] / momentum)
             weights[name] = ratio * slope[name]
         momenta = [now, *reversed(self.momenta)]
-        return ages(weights, momenta, self.config.state, self.taken, self.config.beta1)
+        part = str(self.rule.momentum)
+        return ages(weights, momenta, part, self.config.state, taken, self.rule.memory)
 
     @torch.no_grad()
     def _put(self, parameters: Vector) -> None:
         for name, p in self.names.items():
             p.copy_(parameters[name])
 
-    def _part(self, samples: Sequence[int]) -> Step:
-        """Return the step with only these samples, by their numbers in its rows' table."""
-        rows = only(self.step.rows, samples)
-        had, has = (one.labels != IGNORE_LABEL for one in (self.step.rows, rows))
-        hidden = [
-            states[has[row][had[row]]] for row, states in enumerate(self.step.reference_hidden)
-        ]
-        return dataclasses.replace(
-            self.step, rows=rows, normaliser=normaliser(rows), reference_hidden=hidden
-        )
-
     def _update(self, step: Step, gradients: Vector | None = None) -> Update:
-        """Return AdamW's vector, as the recipe takes it; parameters keep the clipped gradient. Give
-        `gradients` if they are known and still there.
+        """Return the optimizer's vector, as the recipe takes it; parameters keep the clipped
+        gradient. Give `gradients` if they are known and still there.
         """
         if gradients is None:
             gradients = self._gradients(step)
-        config = self.config
-        betas = (config.beta1, config.beta2)
-        settings = AdamW(*betas, config.eps, config.weight_decay, self.taken + 1)
-        return adamw_update(self.start, gradients, self.moments, settings, self.dtype)
+        return self.rule.update(self.start, gradients, self.moments, self.dtype)
 
     def _gradients(self, step: Step) -> Vector:
         """Return copies of the clipped gradient; it stays with the parameters."""
@@ -493,11 +491,12 @@ class _Study:
     @contextlib.contextmanager
     def _stepped(self) -> Iterator[None]:
         """Take the optimizer's own step with the present gradient, and take it back."""
+        had_state = bool(self._optimizer.state)
         self.trained.stepper.begin(self.scale)
         self._optimizer.step()
         yield
         self._put(self.start)
-        if not self.taken:
+        if not had_state:
             self._optimizer.state.clear()
             return
         for name, p in self.names.items():
@@ -515,7 +514,7 @@ class _Study:
     def _true_step(self) -> Vector:
         found = self._moved_by(self.start)
         if not any(bool(moved.any()) for moved in found.values()):
-            raise self._unmoved("its gradient and AdamW's moments are 0")
+            raise self._unmoved("its gradient and the optimizer's moments are 0")
         return found
 
     @torch.no_grad()
@@ -523,7 +522,13 @@ class _Study:
         """Compare the vector with the optimizer's own step."""
         with self._stepped():
             true = self._true_step()
-        return vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
+        found: dict[str, Any] = vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
+        if self.config.optimizer == "adamw_8bit":
+            gradient = {name: p.grad for name, p in self.names.items() if p.grad is not None}
+            found["moment_rounding"] = moment_rounding(
+                self.rule, self.start, gradient, self.moments
+            )
+        return found
 
     def _distance(self, checkpoint: Path) -> float:
         """Return the distance from the checkpoint to the end of the step with the present gradient,

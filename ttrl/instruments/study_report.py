@@ -12,6 +12,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ttrl.facts import read_facts
+from ttrl.instruments.precision import Precision, precision_text
+from ttrl.instruments.precision_sweep import PrecisionSweep, draw_precision, sweep_text
 from ttrl.instruments.study_pictures import (
     age_text,
     draw_kernel,
@@ -37,8 +40,8 @@ def study_text(found: Mapping[str, Any]) -> str:
     lines = [
         *textwrap.wrap(headline(found), _WIDTH),
         "",
-        how_computed(found),
-        f"Step {found['global_step']}, lr {found['lr']:.3g}: AdamW's vector by hand against the "
+        *textwrap.wrap(how_computed(found), _WIDTH),
+        f"Step {found['global_step']}, lr {found['lr']:.3g}: the vector by hand against the "
         "true step: cosine "
         f"{step['cosine']:.7f}, norm {step['norm_ratio']:.6f} of its {step['norm']:.4g}",
         f"Entropy of an answer: {entropy['rao_blackwell']['value']:.4f} ± "
@@ -83,6 +86,15 @@ def study_text(found: Mapping[str, Any]) -> str:
         lines.append(f"{trainer} − sampler, {name}: {sizes}{share}")
     if "kernel" in found:
         lines += _kernel_lines(found["kernel"])
+    sweep = found.get("precision_sweep")
+    if sweep:
+        lines += ["", sweep_text(read_facts(PrecisionSweep, sweep))]
+    rounding = found["step"].get("moment_rounding")
+    if rounding:
+        sizes = ", ".join(f"{name} {share:.2%}" for name, share in rounding.items())
+        lines.append(
+            f"The run's optimizer then rounds its moments to 8 bits: {sizes} of their size"
+        )
     return "\n".join(lines)
 
 
@@ -229,7 +241,10 @@ _MEANINGS = {
 def how_computed(found: Mapping[str, Any]) -> str:
     """Describe a study's dtype and device."""
     device = {"cpu": "the CPU", "cuda": "a GPU"}[found["device"]]
-    return f"Computed in {found['dtype']} on {device}; the run trained in {found['run_dtype']}."
+    text = f"Computed in {found['dtype']} on {device}; the run trained in {found['run_dtype']}."
+    if "precision" in found:
+        return f"{text} {precision_text(read_facts(Precision, found['precision']))}"
+    return text
 
 
 def _where_entropy_is(by_position: Sequence[float]) -> str:
@@ -248,6 +263,9 @@ def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
     draw_response(found, pictures[0])
     pictures.append(draw_position(found["entropy"]["by_position"], folder / "position.png"))
     pictures.append(draw_tokens(found, folder / "tokens.png"))
+    if "precision_sweep" in found:
+        sweep = read_facts(PrecisionSweep, found["precision_sweep"])
+        pictures.append(draw_precision(sweep, folder / "precision.png"))
     pictures.append(draw_split([split_row(found)], folder / "split.png"))
     if "kernel" not in found:
         return [path, *pictures]

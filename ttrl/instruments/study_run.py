@@ -26,6 +26,7 @@ from ttrl.instruments.study_report import CHANGES, change_text, how_computed, kn
 from ttrl.system.files import read_jsonl, write_json
 from ttrl.text import counted
 
+_HOW = ("device", "dtype", "run_dtype", "precision")
 LINEAR = 0.5
 """A step is in the linear regime if the second order is at most this share of the first, by their
 predictions.
@@ -77,7 +78,7 @@ def study_run(
                 continue
             update = update + 1
             updates = found["updates"]
-            computed = {name: found[name] for name in ("device", "dtype", "run_dtype")}
+            computed = {name: found[name] for name in _HOW}
             (here,) = found["sweep"]
             row = {"iteration": number, "global_step": found["global_step"], "lr": found["lr"]}
             row |= {

@@ -50,6 +50,7 @@ _STUDY_PICTURES = (
     "position.png",
     "tokens.png",
     "kernel.png",
+    "precision.png",
 )
 _PNG = b"\x89PNG"
 _HERE = Path(__file__).parent

@@ -87,7 +87,15 @@ Optimizer = torch.optim.Optimizer | OptimizerInBackward
 def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     if config.optimizer == "sgd":
         # The fused one knows no sharded parameters.
-        return functools.partial(torch.optim.SGD, lr=config.lr)
+        return functools.partial(torch.optim.SGD, lr=config.lr, momentum=config.momentum)
+    if config.optimizer == "rmsprop":
+        return functools.partial(
+            torch.optim.RMSprop,
+            lr=config.lr,
+            alpha=config.beta2,
+            eps=config.eps,
+            momentum=config.momentum,
+        )
     adamw: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
