@@ -167,12 +167,30 @@ def score_form(logprobs: Tensor, moves: Tensor, weights: Tensor | float = 1.0) -
     log-probability of the others, so it is a U-statistic; NaN for a single sequence. weights: of
     sequences sampled by another policy.
     """
+    return float(-(weights * _centred(logprobs) * moves.double()).mean())
+
+
+def score_split(
+    logprobs: Tensor, effects: Tensor, tasks: Sequence[str], weights: Tensor | float = 1.0
+) -> Split:
+    """Split `score_form` by pairs of answers: effects are K·A by pairs [N, N], of each force on
+    each answer; tasks: of the answers. NaN for a single one.
+    """
+    terms = -(weights * _centred(logprobs))[:, None] * effects.double() / len(logprobs)
+    same = torch.tensor([[one == other for other in tasks] for one in tasks])
+    own = float(terms.diagonal().sum())
+    of_prompts = float(terms[same].sum())
+    whole = float(terms.sum())
+    return Split(own, of_prompts - own, whole - of_prompts, len(set(tasks)))
+
+
+def _centred(logprobs: Tensor) -> Tensor:
+    """Subtract from each the mean of the others; NaN for a single one."""
     logprobs = logprobs.detach().double()
     count = len(logprobs)
     if count < 2:
-        return math.nan
-    centred = (logprobs - logprobs.mean()) * (count / (count - 1))
-    return float(-(weights * centred * moves.double()).mean())
+        return torch.full_like(logprobs, math.nan)
+    return (logprobs - logprobs.mean()) * (count / (count - 1))
 
 
 @dataclass(frozen=True)
