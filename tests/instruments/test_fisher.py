@@ -245,7 +245,7 @@ def test_gradients_that_fit_are_held_whole():
     assert projection is not None and len(row_of(vector, projection)) == 2**16
     assert projection_of(vector, rows=2, most_whole=216) is None
     scale = {name: torch.rand(value.shape).double() for name, value in vector.items()}
-    whole = row_of(vector, None, scale)
+    whole = row_of(vector, None, {name: value.sqrt() for name, value in scale.items()})
     weighted = dot(vector, {name: value * scale[name] for name, value in vector.items()})
     assert float(whole @ whole) == pytest.approx(weighted)
 

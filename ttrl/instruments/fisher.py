@@ -94,12 +94,12 @@ def projection_of(
 def row_of(
     vector: Mapping[str, Tensor],
     projection: Projection | None = None,
-    preconditioner: Mapping[str, Tensor] | None = None,
+    roots: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return √P·vector as a row [r], float64, projected or whole. preconditioner: P, at least 0."""
+    """Return √P·vector as a row [r], float64, projected or whole. roots: √P; None: 1."""
     scaled = vector
-    if preconditioner is not None:
-        scaled = {name: one * preconditioner[name].sqrt() for name, one in vector.items()}
+    if roots is not None:
+        scaled = {name: one * roots[name] for name, one in vector.items()}
     if projection is not None:
         return projection(scaled)
     return torch.cat([one.flatten().double() for one in scaled.values()])

@@ -88,8 +88,12 @@ class _Rows:
     weights: list[float] = field(default_factory=list)
     """… their importance weights."""
 
+    def __post_init__(self) -> None:
+        scale = self.preconditioner or {}
+        self._roots = {name: one.sqrt() for name, one in scale.items()}
+
     def row(self, vector: Mapping[str, Tensor]) -> Tensor:
-        return row_of(vector, self.projection, self.preconditioner)
+        return row_of(vector, self.projection, self._roots or None)
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,8 @@ class Answers:
             for place in places:
                 force = _of(self.force(place), self.parameters)
                 part, logprob = self.own.sequence(place)
-                both = rows is not None
-                (entropy, *gradient) = self._gradients([part, logprob] if both else [part])
+                scalars = [part, logprob] if rows else [part]
+                (entropy, *gradient) = self._gradients(scalars)
                 for one in (rows or {}).values():
                     one.forces.append(one.row(force))
                     one.update.append(one.row(gradient[0]))

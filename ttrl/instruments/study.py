@@ -105,6 +105,7 @@ def study(
     device: StudyDevice | None = None,
     seed: int = 0,
     kernel: int = 0,
+    matrices: bool = True,
     update: int = 1,
     held_out: HeldOut | None = None,
     precision: bool = False,
@@ -113,8 +114,9 @@ def study(
 
     sequences: of the entropy batch, if it is drawn from the pack. dtype: in fp32, small steps are
     lost in rounding. device: None takes the run's. kernel: answers of the entropy batch in the
-    Fisher kernel. held_out: the entropy batch's own tasks; None: the pack's. precision: repeat the
-    sweep in bf16, fp32 and fp64, for a study in fp64.
+    Fisher kernel; matrices: also of all pairs with the update's. held_out: the entropy batch's own
+    tasks; None: the pack's. precision: repeat the sweep in bf16, fp32 and fp64, for a study in
+    fp64.
 
     Returns the content of study.json, and with `kernel` "matrices", tensors by name. Raises
     RunFolderError if a file from the iteration's start is gone, ConfigError for a missing device
@@ -132,17 +134,21 @@ def study(
             with ranks(config) as here:
                 found = _Study(config, here, seed, dtype, update - 1, answers)
                 if found.answers_fit:
-                    sampling = Sampling(sequences, held_out)
-                    return found.run(Path(checkpoint), sampling, factors, kernel, precision)
+                    asked = Asked(sequences, held_out, factors, kernel, matrices, precision)
+                    return found.run(Path(checkpoint), asked)
             answers = None
             del found
 
 
-class Sampling(NamedTuple):
-    """Choose the entropy batch: `sequences` answers of the pack, or those of a held-out set."""
+class Asked(NamedTuple):
+    """Hold the arguments of `study` about its measurements."""
 
     sequences: int
     held_out: HeldOut | None
+    factors: Sequence[float]
+    kernel: int
+    matrices: bool
+    precision: bool
 
 
 class _Study:
@@ -297,14 +303,7 @@ class _Study:
         assert not isinstance(optimizer, OptimizerInBackward)
         return optimizer
 
-    def run(
-        self,
-        checkpoint: Path,
-        sampling: Sampling,
-        factors: Sequence[float],
-        kernel: int,
-        precision: bool,
-    ) -> dict[str, Any]:
+    def run(self, checkpoint: Path, asked: Asked) -> dict[str, Any]:
         found: dict[str, Any] = {
             "checkpoint": str(checkpoint),
             "global_step": self.trained.stepper.global_step + 1,
@@ -334,7 +333,7 @@ class _Study:
             _NAMES[self.dtype],
             self.config.dtype,
             self.here.device,
-            kernel=bool(kernel),
+            kernel=bool(asked.kernel),
             distance=distance is not None,
         ).to_json()
 
@@ -364,11 +363,11 @@ class _Study:
             layer.constant_lengths = False  # … and its derivatives
         self._put(self.origin)
         if self.answers is None:
-            batch = self._drawn(entropy_half, sampling.sequences)
+            batch = self._drawn(entropy_half, asked.sequences)
             found["entropy_batch"] = {"tasks": None}
         else:
-            assert sampling.held_out is not None
-            batch = self._held_out(self.answers, sampling.held_out)
+            assert asked.held_out is not None
+            batch = self._held_out(self.answers, asked.held_out)
             found["entropy_batch"] = self.answers.facts.to_json()
         once = dict.fromkeys(range(len(studied.rows.samples)), 1)
         made_of = EntropyBatch(self.policy, studied.rows, once, self.config, self.here)
@@ -376,8 +375,8 @@ class _Study:
         weights = batch.logprobs(self.start) - batch.start_logprobs
         found["entropy_batch"]["effective_size"] = batch.effective_size(weights)
         slope = batch.gradient(self.start)
-        found |= self._response(batch, update, slope, factors)
-        if precision:
+        found |= self._response(batch, update, slope, asked.factors)
+        if asked.precision:
             batches = batches_by_dtype(self.config, self.here, self.origin, batch)
             sweep = precision_sweep(batches, self.start, update.whole(), found, self.eta)
             found["precision_sweep"] = sweep.to_json()
@@ -389,11 +388,12 @@ class _Study:
             parameters={name: self.names[name] for name in update.current},
             seed=self.seed,
         )
-        if not kernel:
+        if not asked.kernel:
             return found | answers.effects(slope, pushed).to_json()
-        kinds: dict[str, Vector | None] = {"sgd": None}
-        kinds[self.rule.name] = pushed.preconditioner
-        effects, kernels = answers.kernels(slope, pushed, kernel, kinds)
+        kinds: dict[str, Vector | None] = {}
+        if asked.matrices:
+            kinds = {"sgd": None, self.rule.name: pushed.preconditioner}
+        effects, kernels = answers.kernels(slope, pushed, asked.kernel, kinds)
         end = moved(self.start, update.whole(), self.eta)
         changes = batch.logprobs(end) - batch.logprobs(self.start)
         return found | effects.to_json() | kernel_facts(kernels, effects, changes, self.eta)
