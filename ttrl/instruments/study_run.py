@@ -45,8 +45,8 @@ def study_run(
     output: Path | None = None,
     seen: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Study the steps of a run, oldest first; arguments as for `study`. seen: gets each new row. output: a folder; study.json there holds the
-    steps so far, also if the study is stopped.
+    """Study the steps of a run, oldest first; arguments as for `study`. seen: gets each new row.
+    output: a folder; study.json there holds the steps so far, also if the study is stopped.
 
     Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured",
     "error", "first", "second", "is_linear", the sources of the first order as in `split_row`, the
