@@ -9,8 +9,9 @@ from support.chat_server import ChatHandler, threaded
 
 from ttrl import Task
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import ConfigError, RolloutError, UserError
+from ttrl.errors import ConfigError, ServerError, UserError
 from ttrl.evaluation.drawn_answers import DrawnAnswers, tasks_of
+from ttrl.tiny_model import make_tiny_model
 
 
 class _Echo(ChatHandler):
@@ -55,7 +56,7 @@ def test_prompts_are_drawn_uniformly_with_replacement_and_answered_once_each():
 
 def test_a_server_that_answers_nothing_is_an_error():
     task = Task([{"role": "user", "content": "3"}], grader)
-    with threaded(_Echo) as address, pytest.raises(RolloutError):
+    with threaded(_Echo) as address, pytest.raises(ServerError, match="all 2 samples"):
         DrawnAnswers([task], 2, 0, config())(address, 1.0)
 
 
@@ -90,9 +91,9 @@ def test_a_runs_own_tasks_are_those_of_its_newest_validation(tmp_path):
     assert tasks_of(tmp_path, None, config()) == []
 
 
-def test_other_tasks_are_named_as_for_an_evaluation(tmp_path, model_folder):
-    own = config()
-    own = TrainConfig(run="r", model=str(model_folder()), iterations=1)
+def test_other_tasks_are_named_as_for_an_evaluation(tmp_path):
+    model = make_tiny_model(tmp_path / "model", seed=1, layers=1, width=32, heads=2, context=64)
+    own = TrainConfig(run="r", model=str(model), iterations=1)
     (tmp_path / "chat.py").write_text(
         "from ttrl import Task\n"
         "async def talk(chat):\n    return 1.0\n"

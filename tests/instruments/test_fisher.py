@@ -19,6 +19,7 @@ from ttrl.instruments.fisher import (
     projection_of,
     row_of,
     score_form,
+    score_split,
 )
 
 COUNT = len(SEQUENCES)
@@ -153,6 +154,24 @@ def test_the_form_with_scores_has_no_bias(world):
     assert mean == pytest.approx(float(exact), rel=1e-10)
 
 
+def test_the_split_by_scores_has_no_bias_either(world):
+    """Over all batches of two prompts with one answer each."""
+    forces = world["scores"] * (REWARDS - 1.5)[:, None] * world["scale"]
+    kernel_a = world["scores"] @ forces.T
+    mean = 0.0
+    for pair in itertools.product(range(COUNT), repeat=2):
+        chosen = list(pair)
+        pairs = kernel_a[chosen][:, chosen] / 2  # forces of a mean over the two
+        split = score_split(world["logprobs"][chosen], pairs, ["a", "b"])
+        whole = score_form(world["logprobs"][chosen], pairs.sum(dim=1))
+        assert split.naive == pytest.approx(whole) and split.same_prompt == pytest.approx(0)
+        mean += float(world["probability"][chosen].prod()) * split.unbiased
+    exact = (world["probability"] @ world["entropy"]) @ (world["probability"] @ forces)
+    assert mean == pytest.approx(float(exact), rel=1e-10)
+    together = score_split(world["logprobs"][[1, 2]], kernel_a[1:3, 1:3], ["a", "a"])
+    assert together.other_prompts == pytest.approx(0) and together.same_prompt
+
+
 def test_one_prompt_has_no_u_statistic():
     split = Split(1.0, 2.0, 0.0, 1)
     assert split.naive == 3 and split.unbiased != split.unbiased
@@ -226,7 +245,7 @@ def test_gradients_that_fit_are_held_whole():
     assert projection is not None and len(row_of(vector, projection)) == 2**16
     assert projection_of(vector, rows=2, most_whole=216) is None
     scale = {name: torch.rand(value.shape).double() for name, value in vector.items()}
-    whole = row_of(vector, None, scale)
+    whole = row_of(vector, None, {name: value.sqrt() for name, value in scale.items()})
     weighted = dot(vector, {name: value * scale[name] for name, value in vector.items()})
     assert float(whole @ whole) == pytest.approx(weighted)
 

@@ -340,11 +340,12 @@ def run_study(arguments: argparse.Namespace) -> int:
     if is_run:
         say("\n".join(textwrap.wrap(study_run.HEADING, 100)) + "\n")
         say(study_run.row_text(None))
+        output = arguments.output or arguments.path / "study"
         every = study_run.study_run(
-            arguments.path, **options, seen=lambda row: say(study_run.row_text(row))
+            arguments.path, **options, output=output, seen=lambda row: say(study_run.row_text(row))
         )
         say(study_run.last_words(every))
-        paths = study_run.write_steps(every, arguments.output or arguments.path / "study")
+        paths = study_run.write_steps(every, output)
     else:
         found = study(
             arguments.path,

@@ -41,8 +41,8 @@ class DrawnAnswers:
 
     def __call__(self, model: str, temperature: float) -> list[Sample]:
         """Start a server for a model folder (or ask the one at an address), and return a sample for
-        each draw, with its number as `sample`; a failed one has an error. Raises the errors of the
-        server, and RolloutError if all failed.
+        each draw, with its number as `sample`; a failed one has an error. Raises ServerError if all
+        failed.
         """
         drawn = random.Random(self.seed).choices(self.tasks, k=self.count)
         numbered = [

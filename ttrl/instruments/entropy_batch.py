@@ -119,16 +119,15 @@ def alone(step: Step, sample: int) -> Step:
     """
     rows = step.rows
     one = rows.samples[sample]
-    path = torch.tensor(one.groups)
-    place = torch.isin(rows.group_ids[one.row], path).nonzero().squeeze(1)
+    on_path = torch.isin(rows.group_ids[one.row], torch.tensor(one.groups))
+    place = on_path.nonzero().squeeze(1)
     tensors: dict[str, Any] = {
         name: tensor[one.row, place][None] for name, tensor in rows.tensors().items()
     }
-    for name in ("group_ids", "parent_ids"):
-        tensors[name] = torch.searchsorted(path, tensors[name])
-    own = tensors["sample_ids"] == sample
-    tensors["sample_ids"] = torch.where(own, 0, -1)
-    table = [dataclasses.replace(one, row=0, groups=list(range(len(path))))]
+    # No other sample shares its beginning here: all of it is one group.
+    for name in ("group_ids", "parent_ids", "sample_ids"):
+        tensors[name] = torch.zeros_like(tensors[name])
+    table = [dataclasses.replace(one, row=0, groups=[0])]
     hidden = []
     if step.reference_hidden:
         trained = rows.labels[one.row] != IGNORE_LABEL

@@ -94,12 +94,12 @@ def projection_of(
 def row_of(
     vector: Mapping[str, Tensor],
     projection: Projection | None = None,
-    preconditioner: Mapping[str, Tensor] | None = None,
+    roots: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return √P·vector as a row [r], float64, projected or whole. preconditioner: P, at least 0."""
+    """Return √P·vector as a row [r], float64, projected or whole. roots: √P; None: 1."""
     scaled = vector
-    if preconditioner is not None:
-        scaled = {name: one * preconditioner[name].sqrt() for name, one in vector.items()}
+    if roots is not None:
+        scaled = {name: one * roots[name] for name, one in vector.items()}
     if projection is not None:
         return projection(scaled)
     return torch.cat([one.flatten().double() for one in scaled.values()])
@@ -114,7 +114,8 @@ def dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 def cosines(rows: Tensor, others: Tensor) -> Tensor:
     """Return the cosines of all pairs of rows [N, M]; 0 for a row of zeros."""
     norms = rows.norm(dim=1)[:, None] * others.norm(dim=1)[None, :]
-    return (rows @ others.T / norms).nan_to_num()
+    found: Tensor = rows @ others.T / norms
+    return found.nan_to_num()
 
 
 def projection_error(rows: Tensor, total: Tensor, exact: Tensor) -> float:
@@ -166,12 +167,30 @@ def score_form(logprobs: Tensor, moves: Tensor, weights: Tensor | float = 1.0) -
     log-probability of the others, so it is a U-statistic; NaN for a single sequence. weights: of
     sequences sampled by another policy.
     """
+    return float(-(weights * _centred(logprobs) * moves.double()).mean())
+
+
+def score_split(
+    logprobs: Tensor, effects: Tensor, tasks: Sequence[str], weights: Tensor | float = 1.0
+) -> Split:
+    """Split `score_form` by pairs of answers: effects are K·A by pairs [N, N], of each force on
+    each answer; tasks: of the answers. NaN for a single one.
+    """
+    terms = -(weights * _centred(logprobs))[:, None] * effects.double() / len(logprobs)
+    same = torch.tensor([[one == other for other in tasks] for one in tasks])
+    own = float(terms.diagonal().sum())
+    of_prompts = float(terms[same].sum())
+    whole = float(terms.sum())
+    return Split(own, of_prompts - own, whole - of_prompts, len(set(tasks)))
+
+
+def _centred(logprobs: Tensor) -> Tensor:
+    """Subtract from each the mean of the others; NaN for a single one."""
     logprobs = logprobs.detach().double()
     count = len(logprobs)
     if count < 2:
-        return math.nan
-    centred = (logprobs - logprobs.mean()) * (count / (count - 1))
-    return float(-(weights * centred * moves.double()).mean())
+        return torch.full_like(logprobs, math.nan)
+    return (logprobs - logprobs.mean()) * (count / (count - 1))
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,12 @@ from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import PackError, RunFolderError
 from ttrl.facts import Facts, parse
+from ttrl.instruments.entropy_batch import EntropyBatch
 from ttrl.records import Sample, TaskResult
 from ttrl.system.files import digest, write_json
+from ttrl.training.batches import check_pack
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,31 @@ class StoredAnswers:
 
     facts: AnswersFacts
     packed: PackedTensors
+
+    def batch(self, policy: Policy, config: GRPOConfig, here: Ranks) -> EntropyBatch:
+        """Return the answers as an entropy batch of the policy at hand."""
+        once = dict.fromkeys(range(len(self.packed.samples)), 1)
+        return EntropyBatch(policy, self.packed, once, config, here, self.facts.recorded)
+
+    def fit(self, policy: Policy, config: GRPOConfig, here: Ranks) -> bool:
+        """Tell whether enough answers are effective under the policy at an iteration's start; all
+        of its own are, before the trainer's first pass. Raises PackError for another model's.
+        """
+        check_pack(self.packed, policy)
+        if not self.facts.recorded:
+            return True
+        batch = self.batch(policy, config, here)
+        share = batch.effective_size(batch.start_weights)
+        if share < LEAST_ESS:
+            logger.info(
+                "the answers of iteration %d count as %.0f%% of as many before iteration %d, less "
+                "than %.0f%%: sampling again",
+                self.facts.iteration,
+                100 * share,
+                config.iteration,
+                100 * LEAST_ESS,
+            )
+        return share >= LEAST_ESS
 
 
 @dataclass(frozen=True)

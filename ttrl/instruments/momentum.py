@@ -14,11 +14,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from ttrl.instruments.fisher import dot
 
 OLDEST = 0.01
 """Steps with a smaller part of their gradient in the momentum are not looked up: with β₁ = 0.9,
@@ -50,6 +53,28 @@ def by_age(products: Sequence[tuple[int, float]], decay: float) -> list[Age]:
     if first:
         ages.insert(0, Age(now - first + 1, None, decay ** (now - first) * oldest))
     return ages[::-1]
+
+
+def ages(
+    weights: Mapping[str, Tensor],
+    momenta: Sequence[Mapping[str, Tensor]],
+    moment: str,
+    state: str | None,
+    taken: int,
+    decay: float,
+) -> list[Age]:
+    """Split ⟨weights, m⟩ by age, m the momentum after `taken` steps, before the studied one.
+
+    momenta: those in memory, newest first, a step apart; m is the first. moment: its name in
+    states. state: the folder with the state at the iteration's start, for earlier ones. decay: d.
+    """
+    kept, is_all = kept_momenta(state, list(weights), moment, taken, decay)
+    products = {one.steps: one.product(weights) for one in kept}
+    if is_all:
+        products[0] = 0.0
+    for back, momentum in enumerate(momenta):
+        products[taken - back] = dot(weights, momentum)
+    return by_age(sorted(products.items()), decay)
 
 
 class KeptMomentum:
@@ -117,4 +142,5 @@ def _states(state: str | None) -> Iterator[Path]:
             # An iteration without settings began somewhere, too.
             yield folder.parent / "unknown"
             return
-        state = OmegaConf.load(settings).get("state")
+        values: Any = OmegaConf.load(settings)
+        state = values.get("state")

@@ -10,7 +10,7 @@ Shapes: N answers of the entropy batch, M of the update, r sums of a projection.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from ttrl.instruments.fisher import (
     projection_of,
     row_of,
     score_form,
+    score_split,
 )
 from ttrl.instruments.linear_response import Vector
 
@@ -57,7 +58,7 @@ class Effects:
     same_prompt: float
     """The part of these on answers to the same prompt, if the entropy batch has such answers."""
     tasks: list[str]
-    """Of each answer of the update [M]."""
+    """Of each answer of the update [M]: all rows are in this order, by prompt."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the parts of study.json."""
@@ -82,9 +83,17 @@ class _Rows:
     entropy: list[Tensor] = field(default_factory=list)
     update: list[Tensor] = field(default_factory=list)
     forces: list[Tensor] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of the update's answers, as …"""
+    weights: list[float] = field(default_factory=list)
+    """… their importance weights."""
+
+    def __post_init__(self) -> None:
+        scale = self.preconditioner or {}
+        self._roots = {name: one.sqrt() for name, one in scale.items()}
 
     def row(self, vector: Mapping[str, Tensor]) -> Tensor:
-        return row_of(vector, self.projection, self.preconditioner)
+        return row_of(vector, self.projection, self._roots or None)
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,10 @@ class Kernel:
     """Their sums over forces [N], exact."""
     error: float | None
     """`projection_error` of `effects`; None without a projection."""
+    score_form: float
+    """The effect of the forces on the entropy batch by formula (2), per unit of η, exact."""
+    score_split: Split
+    """The same on the update's own answers, by pairs."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +124,6 @@ class Kernels:
     """r; None: whole gradients."""
     moves: dict[str, Tensor]
     """δ log π/η [N] by each part of the vector, exact."""
-    score_form: float
-    """The effect of this step's gradient on the entropy by formula (2)."""
 
 
 @dataclass
@@ -136,7 +147,8 @@ class Answers:
         self, slope: Vector, pushed: Pushed, rows: Mapping[str, _Rows] | None = None
     ) -> Effects:
         """Split this step's effect. slope: ∇H of the entropy batch."""
-        on_entropy = [0.0] * len(self.own.samples)
+        on_entropy = []
+        tasks = []
         own = []
         naive = []
         prompts = []
@@ -150,13 +162,16 @@ class Answers:
             for place in places:
                 force = _of(self.force(place), self.parameters)
                 part, logprob = self.own.sequence(place)
-                both = rows is not None
-                (entropy, *gradient) = self._gradients([part, logprob] if both else [part])
+                scalars = [part, logprob] if rows else [part]
+                (entropy, *gradient) = self._gradients(scalars)
                 for one in (rows or {}).values():
                     one.forces.append(one.row(force))
                     one.update.append(one.row(gradient[0]))
+                    one.logprobs.append(float(logprob.detach()))
+                    one.weights.append(_weight(self.own, place, one.logprobs[-1]))
                 moved = {name: f * pushed.preconditioner[name] for name, f in force.items()}
-                on_entropy[place] = dot(slope, moved)
+                on_entropy.append(dot(slope, moved))
+                tasks.append(self.own.samples[place].task_id)
                 own.append(dot(entropy, moved))
                 naive.append(dot(entropy, pushed.current))
                 _add(force_sum, moved)
@@ -171,7 +186,6 @@ class Answers:
             other_prompts=math.fsum(naive) - math.fsum(prompts),
             prompts=len(prompts),
         )
-        tasks = [one.task_id for one in self.own.samples]
         return Effects(split, on_entropy, math.fsum(same_prompt), tasks)
 
     def kernels(
@@ -197,7 +211,7 @@ class Answers:
         for place in range(count):
             _, logprob = self.batch.sequence(place)
             logprobs.append(float(logprob.detach()))
-            weights.append(math.exp(logprobs[-1] - float(self.batch.start_logprobs[place])))
+            weights.append(_weight(self.batch, place, logprobs[-1]))
             (own,) = self._gradients([logprob])
             moves["current"].append(dot(own, pushed.current))
             for name, part in pushed.others.items():
@@ -209,15 +223,19 @@ class Answers:
                 else:
                     exact[name].append(moves["current"][-1])
         found = {
-            name: _kernel(one, torch.tensor(exact[name], dtype=torch.float64))
+            name: _kernel(
+                one,
+                torch.tensor(exact[name], dtype=torch.float64),
+                torch.tensor(logprobs, dtype=torch.float64),
+                torch.tensor(weights, dtype=torch.float64),
+                effects.tasks,
+            )
             for name, one in rows.items()
         }
-        current = torch.tensor(moves["current"], dtype=torch.float64)
         kernels = Kernels(
             kinds=found,
             sums=None if projection is None else projection.size,
             moves={name: torch.tensor(one, dtype=torch.float64) for name, one in moves.items()},
-            score_form=score_form(torch.tensor(logprobs), current, torch.tensor(weights)),
         )
         return effects, kernels
 
@@ -258,7 +276,15 @@ def _add(total: Vector, vector: Mapping[str, Tensor]) -> None:
             total[name] = value
 
 
-def _kernel(rows: _Rows, exact: Tensor) -> Kernel:
+def _weight(batch: EntropyBatch, place: int, logprob: float) -> float:
+    """Return the importance weight of an answer."""
+    return math.exp(logprob - float(batch.start_logprobs[place]))
+
+
+def _kernel(
+    rows: _Rows, exact: Tensor, logprobs: Tensor, weights: Tensor, tasks: Sequence[str]
+) -> Kernel:
+    """logprobs, weights: of the entropy batch [N]. tasks: of the update's answers, in order."""
     entropy = torch.stack(rows.entropy)
     both = torch.cat([entropy, torch.stack(rows.update)])
     forces = torch.stack(rows.forces)
@@ -270,6 +296,13 @@ def _kernel(rows: _Rows, exact: Tensor) -> Kernel:
         effects=(entropy @ forces.T).cpu(),
         moves=exact,
         error=error,
+        score_form=score_form(logprobs, exact, weights),
+        score_split=score_split(
+            torch.tensor(rows.logprobs, dtype=torch.float64),
+            (torch.stack(rows.update) @ forces.T).cpu(),
+            tasks,
+            torch.tensor(rows.weights, dtype=torch.float64),
+        ),
     )
 
 
@@ -292,6 +325,8 @@ def kernel_facts(kernels: Kernels, effects: Effects, changes: Tensor, eta: float
             "other_prompts_cosine": _mean(update[~same]),
             "entropy_cosine": _mean(kernel.cosines[:count, count:]),
             "fit": vars(fit_of(kernel.moves.tolist(), measured.tolist())),
+            "score_form": kernel.score_form,
+            "score_split": kernel.score_split.to_json(),
         }
         matrices[f"{name}.cosines"] = kernel.cosines.float()
         matrices[f"{name}.effects"] = kernel.effects.float()
@@ -301,7 +336,6 @@ def kernel_facts(kernels: Kernels, effects: Effects, changes: Tensor, eta: float
             "update_answers": len(effects.tasks),
             "sums": kernels.sums,
             "kinds": kinds,
-            "score_form": kernels.score_form,
             "fit": vars(fit_of(predicted.tolist(), measured.tolist())),
             "predicted": predicted.tolist(),
             "measured": measured.tolist(),

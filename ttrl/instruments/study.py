@@ -38,7 +38,6 @@ run trains adapters. Never run on a GPU.
 
 import contextlib
 import dataclasses
-import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -53,8 +52,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.errors import UnmovedStepError
 from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
-from ttrl.instruments.fisher import dot
-from ttrl.instruments.held_out import LEAST_ESS, HeldOut, StoredAnswers
+from ttrl.instruments.held_out import HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
     Response,
     Vector,
@@ -63,7 +61,7 @@ from ttrl.instruments.linear_response import (
     linear_regime,
     moved,
 )
-from ttrl.instruments.momentum import Age, by_age, kept_momenta
+from ttrl.instruments.momentum import Age, ages
 from ttrl.instruments.precision import precision_of, prove_device, prove_model
 from ttrl.instruments.precision_sweep import batches_by_dtype, precision_sweep
 from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts
@@ -90,7 +88,6 @@ from ttrl.training.resident import Trained, load_trained
 from ttrl.training.step import GradientStep, StepResult
 from ttrl.training.timing import Stopwatch
 
-logger = logging.getLogger(__name__)
 StudyDtype = Literal["fp32", "fp64"]
 _DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -108,6 +105,7 @@ def study(
     device: StudyDevice | None = None,
     seed: int = 0,
     kernel: int = 0,
+    matrices: bool = True,
     update: int = 1,
     held_out: HeldOut | None = None,
     precision: bool = False,
@@ -116,8 +114,9 @@ def study(
 
     sequences: of the entropy batch, if it is drawn from the pack. dtype: in fp32, small steps are
     lost in rounding. device: None takes the run's. kernel: answers of the entropy batch in the
-    Fisher kernel. held_out: the entropy batch's own tasks; None: the pack's. precision: repeat the
-    sweep in bf16, fp32 and fp64, for a study in fp64.
+    Fisher kernel; matrices: also of all pairs with the update's. held_out: the entropy batch's own
+    tasks; None: the pack's. precision: repeat the sweep in bf16, fp32 and fp64, for a study in
+    fp64.
 
     Returns the content of study.json, and with `kernel` "matrices", tensors by name. Raises
     RunFolderError if a file from the iteration's start is gone, ConfigError for a missing device
@@ -135,17 +134,21 @@ def study(
             with ranks(config) as here:
                 found = _Study(config, here, seed, dtype, update - 1, answers)
                 if found.answers_fit:
-                    sampling = Sampling(sequences, held_out)
-                    return found.run(Path(checkpoint), sampling, factors, kernel, precision)
+                    asked = Asked(sequences, held_out, factors, kernel, matrices, precision)
+                    return found.run(Path(checkpoint), asked)
             answers = None
             del found
 
 
-class Sampling(NamedTuple):
-    """Choose the entropy batch: `sequences` answers of the pack, or those of a held-out set."""
+class Asked(NamedTuple):
+    """Hold the arguments of `study` about its measurements."""
 
     sequences: int
     held_out: HeldOut | None
+    factors: Sequence[float]
+    kernel: int
+    matrices: bool
+    precision: bool
 
 
 class _Study:
@@ -179,10 +182,9 @@ class _Study:
         """The iteration's start: the sampling policy."""
         seed_of = (config.seed, config.iteration)
         model = self.policy.decoder.config
-        if answers is not None and answers.facts.recorded:
-            self.answers_fit = self._effective_size(answers) >= LEAST_ESS
-            if not self.answers_fit:
-                return
+        if answers is not None and not answers.fit(self.policy, config, here):
+            self.answers_fit = False
+            return
         self.steps = updates(self.packed, config.updates_per_iteration, seed_of, here, model)
         self.number = number
         self.step = self.steps[number]
@@ -301,14 +303,7 @@ class _Study:
         assert not isinstance(optimizer, OptimizerInBackward)
         return optimizer
 
-    def run(
-        self,
-        checkpoint: Path,
-        sampling: Sampling,
-        factors: Sequence[float],
-        kernel: int,
-        precision: bool,
-    ) -> dict[str, Any]:
+    def run(self, checkpoint: Path, asked: Asked) -> dict[str, Any]:
         found: dict[str, Any] = {
             "checkpoint": str(checkpoint),
             "global_step": self.trained.stepper.global_step + 1,
@@ -338,7 +333,7 @@ class _Study:
             _NAMES[self.dtype],
             self.config.dtype,
             self.here.device,
-            kernel=bool(kernel),
+            kernel=bool(asked.kernel),
             distance=distance is not None,
         ).to_json()
 
@@ -368,11 +363,11 @@ class _Study:
             layer.constant_lengths = False  # … and its derivatives
         self._put(self.origin)
         if self.answers is None:
-            batch = self._drawn(entropy_half, sampling.sequences)
+            batch = self._drawn(entropy_half, asked.sequences)
             found["entropy_batch"] = {"tasks": None}
         else:
-            assert sampling.held_out is not None
-            batch = self._held_out(self.answers, sampling.held_out)
+            assert asked.held_out is not None
+            batch = self._held_out(self.answers, asked.held_out)
             found["entropy_batch"] = self.answers.facts.to_json()
         once = dict.fromkeys(range(len(studied.rows.samples)), 1)
         made_of = EntropyBatch(self.policy, studied.rows, once, self.config, self.here)
@@ -380,8 +375,8 @@ class _Study:
         weights = batch.logprobs(self.start) - batch.start_logprobs
         found["entropy_batch"]["effective_size"] = batch.effective_size(weights)
         slope = batch.gradient(self.start)
-        found |= self._response(batch, update, slope, factors)
-        if precision:
+        found |= self._response(batch, update, slope, asked.factors)
+        if asked.precision:
             batches = batches_by_dtype(self.config, self.here, self.origin, batch)
             sweep = precision_sweep(batches, self.start, update.whole(), found, self.eta)
             found["precision_sweep"] = sweep.to_json()
@@ -393,10 +388,12 @@ class _Study:
             parameters={name: self.names[name] for name in update.current},
             seed=self.seed,
         )
-        if not kernel:
+        if not asked.kernel:
             return found | answers.effects(slope, pushed).to_json()
-        kinds = {"sgd": None, self.rule.name: pushed.preconditioner}
-        effects, kernels = answers.kernels(slope, pushed, kernel, kinds)
+        kinds: dict[str, Vector | None] = {}
+        if asked.matrices:
+            kinds = {"sgd": None, self.rule.name: pushed.preconditioner}
+        effects, kernels = answers.kernels(slope, pushed, asked.kernel, kinds)
         end = moved(self.start, update.whole(), self.eta)
         changes = batch.logprobs(end) - batch.logprobs(self.start)
         return found | effects.to_json() | kernel_facts(kernels, effects, changes, self.eta)
@@ -415,32 +412,13 @@ class _Study:
         return EntropyBatch(self.policy, self.packed, times, self.config, self.here)
 
     def _held_out(self, answers: StoredAnswers, held_out: HeldOut) -> EntropyBatch:
-        """Return the batch of sampled answers. The first time, store their log-probabilities."""
-        batch = self._all_of(answers)
+        """Return the batch of sampled answers. The first time, store their log-probabilities; they
+        are used as stored, so the next study finds the same.
+        """
         if not answers.facts.recorded:
-            self.answers = held_out.settle(answers, batch.label_logprobs())
-        return batch
-
-    def _all_of(self, answers: StoredAnswers) -> EntropyBatch:
-        once = dict.fromkeys(range(len(answers.packed.samples)), 1)
-        recorded = answers.facts.recorded
-        return EntropyBatch(self.policy, answers.packed, once, self.config, self.here, recorded)
-
-    def _effective_size(self, answers: StoredAnswers) -> float:
-        """Return the effective share of answers under the policy at hand."""
-        check_pack(answers.packed, self.policy)
-        batch = self._all_of(answers)
-        share = batch.effective_size(batch.start_weights)
-        if share < LEAST_ESS:
-            logger.info(
-                "the answers of iteration %d count as %.0f%% of as many before iteration %d, less "
-                "than %.0f%%: sampling again",
-                answers.facts.iteration,
-                100 * share,
-                self.config.iteration,
-                100 * LEAST_ESS,
-            )
-        return share
+            batch = answers.batch(self.policy, self.config, self.here)
+            self.answers = answers = held_out.settle(answers, batch.label_logprobs())
+        return answers.batch(self.policy, self.config, self.here)
 
     def _pushed(self, update: Update) -> Pushed:
         """Describe the vector, with the parameters' clipped gradient it was made of."""
@@ -478,27 +456,14 @@ class _Study:
         taken = self.rule.step - 1
         if not taken or not self.rule.memory:
             return []
-        now = {name: self.moments[f"{name}.{self.rule.momentum}"] for name in self.names}
+        now = {name: self.moments[f"{name}.{self.rule.momentum}"] for name in update.earlier}
         weights = {}
-        for name in update.earlier:
-            momentum = now[name]
+        for name, momentum in now.items():
             ratio = torch.where(momentum == 0, 0.0, update.earlier[name] / momentum)
             weights[name] = ratio * slope[name]
-        first = taken - self.number
-        decay = self.rule.memory
-        kept, is_all = kept_momenta(
-            self.config.state, list(weights), str(self.rule.momentum), taken, decay
-        )
-        products = [(one.steps, one.product(weights)) for one in kept]
-        if is_all:
-            products.insert(0, (0, 0.0))
-        between = [*self.momenta, now]
-        if not self.number:
-            between = [now]
-            products = [one for one in products if one[0] < taken]
-        for steps, momentum in enumerate(between, first + (1 if self.number else 0)):
-            products.append((steps, dot(weights, momentum)))
-        return by_age(products, decay)
+        momenta = [now, *reversed(self.momenta)]
+        part = str(self.rule.momentum)
+        return ages(weights, momenta, part, self.config.state, taken, self.rule.memory)
 
     @torch.no_grad()
     def _put(self, parameters: Vector) -> None:

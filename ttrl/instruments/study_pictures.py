@@ -205,6 +205,8 @@ def draw_split(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     return path
 
 
+_LAST = ("older steps", "weight decay")
+"""Parts at the end of a bar."""
 _AGES = 3
 """Ages with a colour of their own."""
 
@@ -227,6 +229,7 @@ def age_text(age: Mapping[str, Any]) -> str:
 def _stack(axes: Axes, bars: Sequence[Mapping[str, float]]) -> None:
     """Draw bars of parts, those below 0 downwards."""
     names = list(dict.fromkeys(name for bar in bars for name in bar))
+    names.sort(key=lambda name: name in _LAST)
     ends = {True: [0.0] * len(bars), False: [0.0] * len(bars)}
     for number, name in enumerate(names):
         values = [bar.get(name, 0.0) for bar in bars]
@@ -272,7 +275,7 @@ def draw_kernel(cosines: Tensor, answers: int, tasks: Sequence[str], path: Path)
     """
     figure = Figure(figsize=(7.5, 6.5), layout="constrained")
     axes = figure.subplots()
-    picture = axes.imshow(cosines, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
+    picture = axes.imshow(cosines.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
     borders = [place for place in range(1, len(tasks)) if tasks[place] != tasks[place - 1]]
     for place in (0, *borders):
         if place:

@@ -114,7 +114,9 @@ def split_row(found: Mapping[str, Any]) -> dict[str, Any]:
     if the sweep has none there).
     """
     lr = found["lr"]
-    own = next((one for one in found["sweep"] if math.isclose(one["eta"], lr)), {})
+    own: Mapping[str, Any] = next(
+        (one for one in found["sweep"] if math.isclose(one["eta"], lr)), {}
+    )
     counts = {"prompts": found["one_batch"]["prompts"]}
     return {
         "global_step": found["global_step"],

@@ -42,9 +42,11 @@ def study_run(
     seed: int = 0,
     kernel: int = 0,
     held_out: HeldOut | None = None,
+    output: Path | None = None,
     seen: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Study the steps of a run, oldest first; arguments as for `study`. seen: gets each new row.
+    output: a folder; study.json there holds the steps so far, also if the study is stopped.
 
     Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured",
     "error", "first", "second", "is_linear", the sources of the first order as in `split_row`, the
@@ -54,7 +56,7 @@ def study_run(
     or UnmovedStepError if no step can be studied.
     """
     how: dict[str, Any] = {"sequences": sequences, "dtype": dtype, "device": device, "seed": seed}
-    how |= {"kernel": kernel, "held_out": held_out}
+    how |= {"kernel": kernel, "held_out": held_out, "matrices": False}
     steps: list[dict[str, Any]] = []
     gone: list[int] = []
     unmoved: list[int] = []
@@ -91,22 +93,28 @@ def study_run(
                 row["predicted"] = found["kernel"]["predicted"]
                 row["changed"] = found["kernel"]["measured"]
             steps.append(row)
-            seen(steps[-1])
+            seen(row)
+            if output is not None:
+                so_far = {"run": str(run), **computed, "gone": gone, "unmoved": unmoved}
+                output.mkdir(parents=True, exist_ok=True)
+                write_json(output / FILE_NAME, known(so_far | summary(steps)))
     if not steps:
         raise why
-    found_out: dict[str, Any] = {
-        "steps": steps,
-        "gone": gone,
-        "unmoved": list(dict.fromkeys(unmoved)),
-    }
-    found_out["fit"] = vars(
-        fit_of([one["first"] for one in steps], [one["measured"] for one in steps])
-    )
-    if kernel:
-        found_out["logprob_fit"] = vars(
-            fit_of(_joined(steps, "predicted"), _joined(steps, "changed"))
-        )
-    return {"run": str(run), **computed, **found_out, **signs(steps)}
+    unmoved = list(dict.fromkeys(unmoved))
+    return {"run": str(run), **computed, "gone": gone, "unmoved": unmoved, **summary(steps)}
+
+
+FILE_NAME = "study.json"
+
+
+def summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the steps, the fits of their predictions, and the counts of right signs."""
+    pairs = [(one["first"], one["measured"]) for one in steps]
+    found: dict[str, Any] = {"steps": list(steps)}
+    found["fit"] = vars(fit_of(*zip(*pairs, strict=True)))
+    if "predicted" in steps[0]:
+        found["logprob_fit"] = vars(fit_of(_joined(steps, "predicted"), _joined(steps, "changed")))
+    return found | signs(steps)
 
 
 def _joined(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
@@ -202,7 +210,7 @@ def _course(steps: Sequence[Mapping[str, Any]]) -> str:
 def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write study.json and the pictures into a folder. Raises StorageError."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "study.json"
+    path = folder / FILE_NAME
     write_json(path, known(found))
     steps = found["steps"]
     pictures = [folder / "steps.png", draw_split(steps, folder / "split.png")]
