@@ -10,7 +10,7 @@ from support.training_steps import ALONE
 
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.instruments import study as module
-from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
+from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves
 from ttrl.instruments.fisher import dot
 from ttrl.instruments.study import study
 
@@ -51,7 +51,7 @@ def test_the_forces_of_all_answers_are_the_gradient(standing):
     for number in range(len(found.step.rows.samples)):
         force = found._force(found.step, number)
         found.policy.zero_grad()
-        part = dataclasses.replace(found._part([number]), normaliser=found.step.normaliser)
+        part = dataclasses.replace(part_of(found.step, [number]), normaliser=found.step.normaliser)
         found._accumulate(part)
         for name, p in found.names.items():
             torch.testing.assert_close(force[name], -p.grad, rtol=1e-9, atol=1e-12)

@@ -230,6 +230,7 @@ class _Study:
         """
         config = dataclasses.replace(self.config, optimizer="adamw")
         optimizer = make_optimizer(self.policy, config)
+        assert isinstance(optimizer, torch.optim.Optimizer)
         for name, p in self.names.items():
             optimizer_state = {
                 part: self.moments[f"{name}.{part}"].clone() for part in ("exp_avg", "exp_avg_sq")
