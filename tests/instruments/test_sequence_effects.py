@@ -10,7 +10,7 @@ from support.training_steps import ALONE
 
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.instruments import study as module
-from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves
+from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
 from ttrl.instruments.fisher import dot
 from ttrl.instruments.study import study
 
