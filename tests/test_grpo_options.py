@@ -194,7 +194,7 @@ def test_a_step_that_is_skipped_in_part_says_so(trials):
         config.optimizer_in_backward = in_backward
         stepper = Stepper(load_policy(config, HERE), config, HERE)
         stepper.begin()
-        why = stepper.take(1.0, "the first is here")["skipped"]
+        why = stepper.take(1.0, "the first is here").skipped
         assert (
             why.startswith("1 loss is not finite; the first is here")
             and ("have been stepped already" in why) == in_backward

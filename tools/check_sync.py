@@ -32,13 +32,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ttrl.configs import TrainingConfig
-from ttrl.records import CANARY_FILE
+from ttrl.records import CANARY_FILE, Canary
 from ttrl.server.connection import ServerConnection
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.loading import load_policy
-from ttrl.weights.canary import Canary, check_canary
+from ttrl.weights.canary import check_canary
 
 HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
 _WIDTHS = {

@@ -9,14 +9,14 @@ missing group of figures is empty, so `row.train.entropy` always works. `read_fa
 older and newer versions: null and other types count as missing; other names are ignored.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType, field
 
-from ttrl.text import flat, is_number, si
+from ttrl.text import flat, is_number, present, si
 
 F = TypeVar("F", bound="Facts")
 T = TypeVar("T")
@@ -29,9 +29,9 @@ Figure: TypeAlias = float | UnsetType | None
 class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Figures under their names in a file."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Mapping[str, Any]:
         """Return plain values, as they stand in the file."""
-        values: dict[str, Any] = msgspec.to_builtins(self)
+        values: dict[str, object] = msgspec.to_builtins(self)
         for one in msgspec.structs.fields(self):
             if isinstance(one.default, Facts) and getattr(self, one.name) == one.default:
                 values.pop(one.name, None)
@@ -44,7 +44,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
     """Return the facts of this kind in a JSON object."""
-    known: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for one in msgspec.structs.fields(kind):
         value = _without_nulls(values.get(one.name))
         if value is None:
@@ -52,12 +52,12 @@ def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
         nested = _facts_in(one.type)
         try:
             if nested is not None and isinstance(value, dict):
-                known[one.name] = read_facts(nested, value)
+                found[one.name] = read_facts(nested, value)
             else:
-                known[one.name] = msgspec.convert(value, one.type)
+                found[one.name] = msgspec.convert(value, one.type)
         except (msgspec.ValidationError, TypeError):
             continue
-    return kind(**known)
+    return kind(**found)
 
 
 def parse(kind: type[T], data: bytes | str) -> T:
@@ -66,6 +66,11 @@ def parse(kind: type[T], data: bytes | str) -> T:
         return msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
+
+
+def dumped(value: object) -> str:
+    """Return the JSON of facts, records or plain values; NaN and infinity become null."""
+    return msgspec.json.encode(value).decode()
 
 
 def part_of(kind: type[F], facts: Facts) -> F:
@@ -78,6 +83,11 @@ def number(figure: Figure) -> float | None:
     if is_number(figure):
         return float(figure)
     return None
+
+
+def numbers(figures: Iterable[Figure]) -> list[float]:
+    """Return the figures with a number."""
+    return present(map(number, figures))
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
@@ -273,9 +283,31 @@ class StepFigures(StepMeans):
     memory_peaks: dict[str, float] | None = None
 
 
-class Step(StepFigures):
-    """A line of train.jsonl, without the parts only people read."""
+class RouterFigures(Facts):
+    """The router metrics of a step. Lists have one entry per layer with experts."""
 
+    layers: list[int]
+    entropy: list[float]
+    largest_load: list[float]
+    unused: list[int]
+    replayed: float
+    """Share of the replayed tokens over all layers, as `differing` of otherwise routed ones."""
+    differing: float
+
+
+class Step(StepFigures):
+    """A line of train.jsonl."""
+
+    iteration: Count = None
+    kl_loss: Number = None
+    entropy_loss: Number = None
+    chosen_fraction: Number = None
+    ratio_min: Number = None
+    ratio_max: Number = None
+    value_grad_norm: Number = None
+    normaliser: Number = None
+    flops_per_second: Number = None
+    routing: RouterFigures | None = None
     skipped: str | None = None
     """The reason for skipping the step."""
     row_tokens: Count = None
@@ -312,6 +344,23 @@ class Sync(Facts):
     servers: Count = None
     left_out: dict[str, str] | None = None
     """Why, by address."""
+
+
+class WeightsComparison(Facts, omit_defaults=False):
+    """A vLLM worker's comparison of its weights with a source."""
+
+    problems: list[str] = []
+    """Differences, in words."""
+    tensors: dict[str, str] = {}
+    """SHA-256 of the bytes read, by a tensor's name (and number, for parts)."""
+    compared: int = 0
+    """Elements compared with the source."""
+    unchecked: int = 0
+    """Elements of parameters not comparable."""
+    exact: bool = False
+    """Whether packed copies were compared bit for bit, too."""
+    failed: str | None = None
+    """The reason for comparing nothing."""
 
 
 class RolloutStats(Facts, omit_defaults=False):
@@ -605,7 +654,7 @@ class TrainFacts(PhaseFacts):
     seconds: Number = None
     trained: bool | None = None
     """False if no group had a signal."""
-    steps: list[dict[str, Any]] = []
+    steps: list[Mapping[str, Any]] = []
     """The lines of train.jsonl."""
     saved: bool | None = None
     """False if checkpoint and state were not written (`save_every`)."""
@@ -781,7 +830,7 @@ class MetricsRow(Facts):
         """Return the drift between sampler and trainer; empty if they were not compared."""
         return self.sampler_trainer or SamplerTrainer()
 
-    def by_name(self, separator: str = ".") -> dict[str, Any]:
+    def by_name(self, separator: str = ".") -> Mapping[str, Any]:
         """Return all values by flat names, "train.entropy", without figures by weights version:
         their names differ in each iteration.
         """
@@ -804,6 +853,12 @@ class MetricsRow(Facts):
 
 Pick: TypeAlias = Callable[[MetricsRow], Figure]
 """Name a figure of a row: `lambda row: row.train.entropy`."""
+
+
+def points(rows: Iterable[MetricsRow], pick: Pick) -> list[tuple[int, float]]:
+    """Return (iteration, number) of each row with the figure."""
+    found = ((row.iteration, number(pick(row))) for row in rows)
+    return [(iteration, figure) for iteration, figure in found if figure is not None]
 
 
 def metric(name: str) -> Pick:

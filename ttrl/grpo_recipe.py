@@ -23,7 +23,6 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 from torchtune.config import parse
@@ -32,6 +31,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.instruments.gradient_noise import step_noise
 from ttrl.instruments.online_entropy import OnlineEntropy
+from ttrl.records import Canary
 from ttrl.training.batches import check_pack, replayed, updates
 from ttrl.training.checkpoints import canary_of, save_checkpoint
 from ttrl.training.faults import memory_advice
@@ -152,25 +152,18 @@ def take_steps(
                     response = online.measure(step, now, scale)
             with watch.part("optimizer"):
                 taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
-        row = (
-            {"global_step": stepper.global_step, "iteration": config.iteration}
-            | step_metrics(result, step)
-            | taken
+        row = step_metrics(result, step, taken).replace(
+            global_step=stepper.global_step, iteration=config.iteration
         )
         if result.pieces is not None:
-            row["gradient_noise"] = step_noise(result.pieces).to_json()
+            row = row.replace(gradient_noise=step_noise(result.pieces))
         if response is not None:
-            row["entropy_response"] = response.to_json()
-        row |= (
-            {"kl_coefficient": now.kl_coefficient}
-            if config.kl_coefficient or config.watch_kl
-            else {}
-        )
+            row = row.replace(entropy_response=response)
+        if config.kl_coefficient or config.watch_kl:
+            row = row.replace(kl_coefficient=now.kl_coefficient)
         if number == 0:
             assert drift is not None
-            row["sampler_trainer"] = drift.to_json()
-            if prepass.own_weights is not None:
-                row["sampler_trainer"]["own_weights"] = prepass.own_weights.to_json()
+            row = row.replace(sampler_trainer=drift.replace(own_weights=prepass.own_weights))
         log.line(row, result.sums["flops"])
     profiler.close()
     if pieces is not None:
@@ -178,7 +171,7 @@ def take_steps(
     return len(steps)
 
 
-def write_files(config: GRPOConfig, trained: Trained, here: Ranks, canary: dict[str, Any]) -> None:
+def write_files(config: GRPOConfig, trained: Trained, here: Ranks, canary: Canary) -> None:
     """Write checkpoint and state. A collective."""
     folder = Path(config.output_dir, "checkpoint")
     dtype = config.checkpoint_dtype

@@ -27,6 +27,9 @@ chat template.
 Tool: TypeAlias = dict[str, Any]
 """A tool as the OpenAI API has it: {"type": "function", "function": …}."""
 
+JsonObject: TypeAlias = Mapping[str, object]
+"""A JSON object, passed on without a look inside."""
+
 TEXT_FIELDS = {
     "text": "text",
     "input_text": "text",

@@ -6,16 +6,24 @@ TaskResult       the samples of one task: a group
 Prepared         a rollout worker's products of a group, for files and packing
 TokenizedResult  a sample (or a part of one) as one token sequence, ready to be packed
 Endpoint         the address of a server of ours
+Canary           the trainer's outputs for a fixed text         written to canary.json
+Handover         weights held out by a trainer in memory
 """
 
 import copy
 import dataclasses
+import hashlib
 import math
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
 
-from ttrl.messages import Message, Tool
+from ttrl.errors import ModelFolderError, ServerError
+from ttrl.facts import SamplerTrainer, parse
+from ttrl.messages import JsonObject, Message, Tool
 
 CANARY_FILE = "canary.json"
 """In a checkpoint: log-probabilities of a fixed text. A server must reproduce them
@@ -29,6 +37,9 @@ PROMPT = "prompt"
 """The role of a message with the whole prompt, as text or token ids: the model continues it,
 without a chat template.
 """
+WeightPart: TypeAlias = tuple[str, list[int], list[int], str]
+"""A part of the weights: name of its tensor, begin and length in each dimension, SHA-256."""
+_LOOK_SECONDS = 0.1
 LARGEST_REWARD = 1e12
 """Of either sign. Larger ones leave float32 once they are squared and summed over a model's
 parameters: the gradient's norm would be infinite, and the clipped gradient 0."""
@@ -168,7 +179,7 @@ class Sample:
         """Return the metrics with a mean: all but ANSWER_END."""
         return {name: value for name, value in self.metrics.items() if name != ANSWER_END}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return plain values for `json`: unknown logprobs become null. It shares the messages with
         the sample.
         """
@@ -331,3 +342,153 @@ class Endpoint:
     """Sent with every request."""
     uses_proxy: bool = False
     """Whether the environment's proxies hold for it: not for servers of our own."""
+
+
+@dataclass(frozen=True)
+class HalfPrecision:
+    """The error of half precision on a model: |bf16 - fp32| of the trainer over the canary's
+    tokens, in nats."""
+
+    mean: float
+    p99: float
+    """The 99th percentile."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an invalid distance."""
+        if not (0 <= self.mean < math.inf and 0 <= self.p99 < math.inf):
+            raise ValueError(
+                f"mean {self.mean} and p99 {self.p99} nats; both must be finite and not negative"
+            )
+
+
+@dataclass(frozen=True)
+class Canary:
+    """The trainer's values. logprobs[t] is that of token t given the tokens before it; the first is
+    None.
+    """
+
+    schema: int
+    dtype: str
+    token_ids: list[int]
+    logprobs: list[float | None]
+    greedy_token_ids: list[int]
+    greedy_logprobs: list[float]
+    greedy_margins: list[float]
+    """Log-probability of the most likely token minus that of the second, at each greedy step."""
+    half_precision: HalfPrecision | None = None
+    """Measured at the start of the run."""
+    context: int | None = None
+    """The model's longest sequence, if the settings name it."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """Name of a tensor in the checkpoint → SHA-256 of its bytes, as the trainer wrote it; empty if
+    none were recorded.
+    """
+    files: dict[str, str] = field(default_factory=dict)
+    """Name of each shard → its SHA-256, for the run folder's marker."""
+
+    @classmethod
+    def load(cls, checkpoint_folder: str | os.PathLike[str]) -> "Canary":
+        """Read canary.json. Raises ModelFolderError if it is missing or damaged."""
+        path = Path(checkpoint_folder, CANARY_FILE)
+        try:
+            return parse(cls, path.read_bytes())
+        except FileNotFoundError:
+            problem = "does not exist"
+        except OSError as error:
+            problem = f"cannot be read ({error})"
+        except ValueError as error:
+            problem = f"is damaged ({error})"
+        raise ModelFolderError(
+            f"{path} {problem}; without it nobody can tell whether a server computes with these "
+            "weights; train the checkpoint again"
+        )
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for mismatched lists and invalid numbers."""
+        if self.schema != 1:
+            raise ValueError(f"schema {self.schema}, this version reads 1")
+        if len(self.token_ids) < 2 or len(self.token_ids) != len(self.logprobs):
+            raise ValueError(
+                f"{len(self.token_ids)} token ids and {len(self.logprobs)} logprobs; at least 2, "
+                "and as many of each"
+            )
+        greedy = (self.greedy_token_ids, self.greedy_logprobs, self.greedy_margins)
+        lengths = sorted({len(values) for values in greedy})
+        if len(lengths) != 1 or 0 in lengths:
+            raise ValueError(
+                f"greedy lists of lengths {lengths}; they must have one length, at least 1"
+            )
+        numbers = [*self.logprobs[1:], *self.greedy_logprobs, *self.greedy_margins]
+        if not all(value is not None and math.isfinite(value) for value in numbers):
+            raise ValueError("a log-probability that is not a finite number")
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Weights held out by a trainer in memory, as long as it lives and until it writes the next
+    ones there.
+    """
+
+    memory: str
+    """The path for mapping it in processes of this machine."""
+    parts: list[WeightPart]
+    """All of the weights."""
+    canary: Canary
+    """The trainer's results with them, as in canary.json."""
+    is_written: bool = True
+    """Whether the trainer writes them as files, too."""
+    compared: SamplerTrainer | None = None
+    """The comparison of sampler and trainer for train.jsonl, in time for the transfer."""
+    has_digests: ClassVar[bool] = True
+
+    def wait_for_files(self, checkpoint: Path) -> None:
+        """Wait until the trainer has written the weights as files. Raises ServerError if it does
+        not write them, or ended before.
+        """
+        if not self.is_written:
+            raise ServerError(
+                f"the weights of {checkpoint} are in the trainer's memory alone (save_every), "
+                "and can't be read"
+            )
+        while not (checkpoint / CANARY_FILE).is_file():  # the folder appears as a whole
+            if not os.path.exists(self.memory) and not (checkpoint / CANARY_FILE).is_file():
+                raise ServerError(f"the trainer ended before it had written {checkpoint}")
+            time.sleep(_LOOK_SECONDS)
+
+    @property
+    def place(self) -> dict[str, str]:
+        """Return the place of the weights, as the methods of vLLM's workers take it."""
+        return {"memory": self.memory}
+
+    @property
+    def spans(self) -> list[tuple[str, list[int], list[int]]]:
+        """Return the parts without their digests; a worker has to compute those."""
+        return [(name, starts, lengths) for name, starts, lengths, _ in self.parts]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return a digest of each tensor, of all its parts: the same for the same numbers, divided
+        in the same way.
+        """
+        parts: dict[str, list[str]] = {}
+        for name, starts, lengths, sha in self.parts:
+            parts.setdefault(name, []).append(f"{starts} {lengths} {sha}")
+        return {
+            name: hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
+            for name, found in parts.items()
+        }
+
+    def problems(self, read: Sequence[Mapping[str, str]]) -> list[str]:
+        """Return the problems with the bytes read by the workers; together they read all."""
+        known = {label: sha for worker in read for label, sha in worker.items()}
+        wrong = [
+            name
+            for number, (name, *_, sha) in enumerate(self.parts)
+            if known.get(f"{name} {number}") != sha
+        ]
+        if not wrong:
+            return []
+        return [
+            f"{len(dict.fromkeys(wrong))} tensors in memory are not those that the trainer wrote, "
+            f"such as {wrong[0]}"
+        ]

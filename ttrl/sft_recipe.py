@@ -33,6 +33,7 @@ from ttrl.configs import SFTConfig
 from ttrl.data.chat.templates import tokenize_chat_turns
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError, TokenizationError
+from ttrl.facts import Step
 from ttrl.records import TokenizedResult
 from ttrl.system.files import read_jsonl
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
@@ -78,18 +79,14 @@ def train_on_examples(config: SFTConfig, here: Ranks) -> None:
                 with watch.part("optimizer"):
                     taken = stepper.take(sums["not_finite"], first_bad)
             progress.advance()
-            tokens = {name: int(sums[name]) for name in TOKENS}
-            row: dict[str, Any] = {
-                "global_step": stepper.global_step,
-                "loss": sums["loss"] / update.normaliser,
-            }
-            row |= {
-                "flops_by_part": {"training": sums["flops"], "recomputation": sums["recomputation"]}
-            }
-            log.line(
-                row | {"entropy": sums["entropy"] / sums["trained_tokens"]} | tokens | taken,
-                sums["flops"],
+            line = Step(
+                global_step=stepper.global_step,
+                loss=sums["loss"] / update.normaliser,
+                entropy=sums["entropy"] / sums["trained_tokens"],
+                flops_by_part={"training": sums["flops"], "recomputation": sums["recomputation"]},
             )
+            counts = {name: int(sums[name]) for name in TOKENS}
+            log.line(line.replace(**counts, **taken._asdict()), sums["flops"])
         profiler.close()
         with watch.part("checkpoint"):
             folder = Path(config.output_dir, "checkpoint")

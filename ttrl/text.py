@@ -7,7 +7,14 @@ import numbers
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
+
+T = TypeVar("T")
+
+
+def present(values: Iterable[T | None]) -> list[T]:
+    """Return the values without those that are None."""
+    return [value for value in values if value is not None]
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -134,11 +141,11 @@ def one_line(value: object, most: int = 400) -> str:
     return text[: most - 1] + "…"
 
 
-def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], separator: str = ".") -> Mapping[str, Any]:
     """Return nested mappings as one: {"train": {"loss": 1}} as {"train.loss": 1}. Empty ones are
     left out.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
             found |= {

@@ -1,12 +1,16 @@
 """Listing the tasks of a package that lives in a Python of its own."""
 
+import json
 import sys
 
 import pytest
 
 from ttrl.agents import elsewhere
+from ttrl.agents.agent_worker import Order
 from ttrl.agents.elsewhere import list_rows
 from ttrl.errors import TaskError
+
+ORDER = Order(package="verifiers", id="x", options={"split": "train"}, turns=4, tokens=None)
 
 
 def test_rows_are_told_from_what_else_is_printed(monkeypatch):
@@ -17,8 +21,9 @@ def test_rows_are_told_from_what_else_is_printed(monkeypatch):
         "print('warning', file=sys.stderr)\n"
         "print(json.dumps({'idx': 0, 'key': os.environ.get('MY_API_KEY'), 'order': sys.argv[1]}))\n"
     )
-    rows = list_rows([sys.executable, "-c", code], {"do": "list"}, "verifiers:gsm8k")
-    assert rows == [{"idx": 0, "key": None, "order": '{"do": "list"}'}]
+    rows = list_rows([sys.executable, "-c", code], ORDER, "verifiers:gsm8k")
+    (row,) = rows
+    assert (row["idx"], row["key"]) == (0, None) and Order(**json.loads(row["order"])) == ORDER
 
 
 @pytest.mark.parametrize(
@@ -35,15 +40,15 @@ def test_rows_are_told_from_what_else_is_printed(monkeypatch):
 )
 def test_a_listing_that_fails_says_why(code, words):
     with pytest.raises(TaskError) as caught:
-        list_rows([sys.executable, "-c", code], {}, "verifiers:x")
+        list_rows([sys.executable, "-c", code], ORDER, "verifiers:x")
     assert words in str(caught.value)
 
 
 def test_a_listing_that_hangs_or_cannot_start(monkeypatch):
     monkeypatch.setattr(elsewhere, "_SECONDS", 0.5)
     with pytest.raises(TaskError, match=r"verifiers:x: listing its tasks took longer than 0.5 s"):
-        list_rows([sys.executable, "-c", "import time; time.sleep(600)"], {}, "verifiers:x")
+        list_rows([sys.executable, "-c", "import time; time.sleep(600)"], ORDER, "verifiers:x")
     with pytest.raises(
         TaskError, match=r"verifiers:x: cannot start '/no/such/python'.*No such file"
     ):
-        list_rows(["/no/such/python"], {}, "verifiers:x")
+        list_rows(["/no/such/python"], ORDER, "verifiers:x")

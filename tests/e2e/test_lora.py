@@ -27,12 +27,13 @@ from support.training_steps import (
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ttrl import Task, TrainConfig, train
+from ttrl.records import Canary
 from ttrl.server.vllm import VLLMServer
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import is_adapter
-from ttrl.weights.canary import Canary, check_canary
+from ttrl.weights.canary import check_canary
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.usefixtures("one_thread")]
 

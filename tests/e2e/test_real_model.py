@@ -27,11 +27,12 @@ from ttrl.data.chat.templates import tokenize_chat, tokenize_completion
 from ttrl.errors import ModelFolderError, WeightSyncError
 from ttrl.monitoring.findings import findings
 from ttrl.ready_models import ready_model
+from ttrl.records import Canary
 from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.files import read_jsonl
 from ttrl.weights import sync
-from ttrl.weights.canary import Canary, check_canary
+from ttrl.weights.canary import check_canary
 from ttrl.weights.sync import sync_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400), pytest.mark.usefixtures("one_thread")]

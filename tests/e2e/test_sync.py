@@ -22,6 +22,7 @@ from support.handing_over import HandingOver
 from ttrl import TrainConfig
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ServerError, WeightSyncError
+from ttrl.records import Canary, Handover
 from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
@@ -32,9 +33,9 @@ from ttrl.training.parallel.weight_memory import WeightMemory
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.trainer_canary import compute_canary
 from ttrl.weights import sync
-from ttrl.weights.canary import Canary, check_canary
+from ttrl.weights.canary import check_canary
 from ttrl.weights.policy_server import PolicyServer
-from ttrl.weights.source import Files, Handover
+from ttrl.weights.source import Files
 from ttrl.weights.sync import sync_weights
 from ttrl.weights.verify import compare_weights
 
@@ -119,9 +120,8 @@ def handed_over(checkpoints):
             ),
             HERE,
         )
-        return handover_of(
-            hand_over(memories[number], policy, checkpoints[number], "fp32"), checkpoints[number]
-        )
+        parts = hand_over(memories[number], policy, checkpoints[number], "fp32")
+        return Handover(memories[number].path, parts, Canary.load(checkpoints[number]))
 
     yield hold_out
     for memory in memories:

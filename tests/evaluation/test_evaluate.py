@@ -94,9 +94,8 @@ def test_an_evaluation_and_its_files(address: str, tmp_path: Path) -> None:
         18,
         pytest.approx((90 * 1.0 + 18 * 10.0) / 1e6),
     )
-    assert [row["scores"] for row in fruit.tasks[:3]] == [[1.0], [0.0], [0.0]] and fruit.tasks[5][
-        "scores"
-    ] == [None]
+    assert [row.scores for row in fruit.tasks[:3]] == [[1.0], [0.0], [0.0]]
+    assert fruit.tasks[5].scores == [None]
     body = _Counter.bodies[0]
     assert (
         body["messages"][0] == {"role": "system", "content": "Count."}

@@ -238,12 +238,12 @@ def test_weights_are_held_out_from_the_gpu(chain):
         folders = chain(dtype, residence, hand_over=True, free_memory=True, checkpoint_dtype=dtype)
         stored, held = (
             load_file(folders[-1] / "checkpoint" / "model.safetensors"),
-            load_file(told[-1]["memory"]),
+            load_file(told[-1].memory),
         )
         assert held.keys() == stored.keys() and all(
             torch.equal(held[name], stored[name]) for name in held
         )
-        for name, starts, lengths, digest in told[-1]["parts"]:
+        for name, starts, lengths, digest in told[-1].parts:
             part = held[name][
                 tuple(
                     slice(start, start + length)

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from ttrl import Task, TrainConfig, train
 from ttrl.errors import ModelFolderError, WeightSyncError
 from ttrl.ready_models import ready_model
+from ttrl.records import Canary, Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.files import read_jsonl
 from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import WeightMemory
-from ttrl.weights.canary import Canary, check_canary
-from ttrl.weights.source import Handover
+from ttrl.weights.canary import check_canary
 from ttrl.weights.sync import sleep, sync_weights
 
 pytestmark = [
@@ -57,10 +57,12 @@ def checkpoints(model, folder):
     """The model, the same with noise, and that out of memory."""
     start, moved, policy = start_and_moved(model, folder, HERE)
     memory = WeightMemory(HERE)
+    parts = hand_over(memory, policy, moved, "fp32")
+    handover = Handover(memory.path, parts, Canary.load(moved))
     yield (
         start,
         moved,
-        Handover(**hand_over(memory, policy, moved, "fp32"), canary=Canary.load(moved)),
+        handover,
     )
     memory.close()
 

@@ -19,10 +19,10 @@ from ttrl.errors import StorageError, TrainerDiedError, TrainerError
 from ttrl.launch.nodes import torchrun_arguments
 from ttrl.launch.trainer import Trainer
 from ttrl.launch.tune import TrainerProcess, tune_command
+from ttrl.records import Handover
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
 from ttrl.system.request_folder import RequestFolder
-from ttrl.weights.source import Handover
 
 # What each test lets happen in an iteration is Python in the setting "do", with the names of this
 # script.

@@ -7,6 +7,7 @@ import signal
 import threading
 
 import pytest
+from support.fake_vllm import canary_of
 
 from ttrl.loop.phases import Phases, _estimates
 from ttrl.records import Sample
@@ -115,7 +116,8 @@ def test_a_model_inside_the_run_folder_moves_with_it(world, tmp_path):
 def test_a_canary_of_the_same_dtype_is_taken_over(world, tmp_path, dtype, computed):
     world.model = shutil.copytree(world.model, tmp_path / "model")
     write_json(
-        world.model / "canary.json", {"dtype": dtype, "mark": 1} if dtype != "damaged" else []
+        world.model / "canary.json",
+        canary_of(0.5) | {"dtype": dtype, "mark": 1} if dtype != "damaged" else [],
     )
     make(world, dtype="fp32").prepare()
     assert ("canary" in world.events) == computed
@@ -135,7 +137,7 @@ def test_the_trainer_is_told_how_long_the_servers_sequences_are(world, tmp_path)
     given = make(world, server={"max_model_len": 300})
     assert given.recipe_config(1)["context"] == 300
     world.model = shutil.copytree(world.model, tmp_path / "model")
-    write_json(world.model / "canary.json", {"dtype": "float32", "context": 200})
+    write_json(world.model / "canary.json", canary_of(0.5) | {"context": 200})
     make(world, dtype="fp32", server={"max_model_len": 300}).prepare()
     assert "canary" in world.events  # that one was for sequences of another length
 

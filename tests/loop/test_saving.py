@@ -10,7 +10,7 @@ import pytest
 from support.world import version_of
 
 from ttrl.errors import ConfigError, DriftError, RunFolderError, StorageError, TrainerDiedError
-from ttrl.facts import TrainFacts
+from ttrl.facts import SamplerTrainer, TrainFacts, read_facts
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
 
@@ -54,7 +54,8 @@ def beside(world):
                 assert recipe_config["hand_over"]
                 self.asked, self.is_lost = (number, recipe_config), False
                 self.holding = None if recipe_config["save"] else number
-                self.compared = world.step_facts.get(number, {}).get("sampler_trainer")
+                figures = world.step_facts.get(number, {}).get("sampler_trainer", {})
+                self.compared = read_facts(SamplerTrainer, figures)
                 if not recipe_config["save"]:
                     world.fake_tune(recipe_config, output / "grpo.yaml")
             else:

@@ -13,13 +13,14 @@ import pytest
 
 from ttrl import TrainConfig, cli
 from ttrl.errors import ServerDiedError, UserError
+from ttrl.records import Canary
 from ttrl.server import connection
 from ttrl.server import serve as serve_module
 from ttrl.server.auth import derived
 from ttrl.server.connection import JoinedServer
 from ttrl.server.parsers import Parsers
 from ttrl.server.serve import read_or_make_key, serve, vllm_arguments
-from ttrl.weights.canary import Canary, check_canary
+from ttrl.weights.canary import check_canary
 
 
 def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path):

@@ -79,9 +79,9 @@ def main() -> None:
         memory = WeightMemory(here)
         for line in given:
             config = TrainingConfig(model=line.strip(), output_dir="", **settings)
-            said = hand_over(memory, load_policy(config, here), config.model, "fp32")
+            parts = hand_over(memory, load_policy(config, here), config.model, "fp32")
             if here.is_first:
-                sys.stdout.write(json.dumps(said) + "\n")
+                sys.stdout.write(json.dumps({"memory": memory.path, "parts": parts}) + "\n")
                 sys.stdout.flush()
         here.barrier()  # the memory is gone with the first of them
     if rank == 0:

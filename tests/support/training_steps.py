@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from torch import distributed
 from ttrl.configs import TrainingConfig
 from ttrl.costs.flops import forward_flops
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.facts import dumped
 from ttrl.training.batches import updates
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
@@ -43,9 +45,8 @@ def start_and_moved(model, folder, here=ALONE):
         start, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len
     )
     cost = half_precision(policy, tokens, here.device)
-    (start / "canary.json").write_text(
-        json.dumps(compute_canary(policy, here.device, start) | {"half_precision": cost})
-    )
+    canary = replace(compute_canary(policy, here.device, start), half_precision=cost)
+    (start / "canary.json").write_text(dumped(canary))
     generator = torch.Generator(here.device).manual_seed(0)
     with torch.no_grad():
         for weight in policy.parameters():

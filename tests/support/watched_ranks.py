@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.configs.recipe import STORE_VARIABLE
+from ttrl.records import Canary
 from ttrl.training import resident
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.optimizer.optimizer import make_optimizer
@@ -114,7 +115,7 @@ def save(job: dict[str, Any], here: Ranks) -> dict[str, Any]:
             config.model,
             here,
             config=config,
-            canary={},
+            canary=Canary(1, "float32", [0, 1], [None, -1.0], [1], [-1.0], [0.0]),
             max_shard_bytes=20_000,
         )
         save_state(output / "state", policy, optimizer, step, here, config.state_format)

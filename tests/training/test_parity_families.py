@@ -126,7 +126,7 @@ def test_the_recipes_context_reaches_the_rope(model_folder):
         ours = policy.decoder.rope(positions, torch.float32)["every_layer"]
         assert (
             torch.equal(ours[0], expected[0])
-            and compute_canary(policy, torch.device("cpu"), Path(settings["model"]))["context"]
+            and compute_canary(policy, torch.device("cpu"), Path(settings["model"])).context
             == context
         )
 

@@ -2,6 +2,7 @@
 loads those of the last one.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import PackError, RunFolderError, StorageError
+from ttrl.records import Canary
 from ttrl.system.files import read_jsonl
 from ttrl.training import resident
 from ttrl.training.parallel import host_memory
@@ -430,31 +432,23 @@ def test_after_an_error_nothing_is_kept(chain, from_files, loads, tmp_path):
 def test_what_was_trained_is_held_out_in_memory_before_it_is_written(
     chain, from_files, monkeypatch, tmp_path
 ):
-    def look(facts):
-        held.append(
-            facts
-            | {
-                "weights": {
-                    name: tensor.clone() for name, tensor in load_file(facts["memory"]).items()
-                }
-            }
-        )
+    def look(handover):
+        weights = {name: tensor.clone() for name, tensor in load_file(handover.memory).items()}
+        held.append((handover, weights))
         assert not (tmp_path / "resident" / str(len(held) - 1) / "checkpoint").exists()
 
     held = []
     once, residence = from_files(), Residence(HERE, look)
     resident = chain("resident", residence, hand_over=True)
     check_same(resident, once)
-    assert len(held) == ITERATIONS and len({facts["memory"] for facts in held}) == 1
-    for facts, folder in zip(held, resident, strict=True):
-        canary = json.loads((folder / "checkpoint" / "canary.json").read_text())
-        assert facts["canary"] == {
-            name: value for name, value in canary.items() if name not in ("weights", "files")
-        }
-        digests = {name: sha for name, _, _, sha in facts["parts"]}
-        assert digests == {name: sha for name, sha in canary["weights"].items() if name in digests}
+    assert len(held) == ITERATIONS and len({handover.memory for handover, _ in held}) == 1
+    for (handover, weights), folder in zip(held, resident, strict=True):
+        canary = Canary.load(folder / "checkpoint")
+        assert handover.canary == dataclasses.replace(canary, weights={}, files={})
+        digests = {name: sha for name, _, _, sha in handover.parts}
+        assert digests == {name: sha for name, sha in canary.weights.items() if name in digests}
         stored = load_file(folder / "checkpoint" / "model.safetensors")
-        assert all(torch.equal(tensor, stored[name]) for name, tensor in facts["weights"].items())
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in weights.items())
 
     def none_left(*arguments):
         raise StorageError("no memory")

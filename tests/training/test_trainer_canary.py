@@ -2,12 +2,12 @@
 else, a measure of bf16.
 """
 
-import json
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from ttrl.facts import dumped
+from ttrl.records import Canary
 from ttrl.training import trainer_canary as canary
 from ttrl.training.policy.policy import HeadOptions
 from ttrl.training.trainer_canary import (
@@ -52,9 +52,9 @@ def token_by_token(policy, tokens):
 
 
 def write_canary(folder, tokens, greedy, **more):
-    (folder / "canary.json").write_text(
-        json.dumps({"token_ids": tokens, "greedy_token_ids": greedy, **more})
-    )
+    logprobs, zeros = [None, *[-1.0] * (len(tokens) - 1)], [0.0] * len(greedy)
+    canary = Canary(1, "float32", tokens, logprobs, greedy, zeros, zeros, **more)
+    (folder / "canary.json").write_text(dumped(canary))
 
 
 def test_any_guess_leads_to_the_greedy_continuation(policy, monkeypatch, tmp_path):
@@ -68,7 +68,7 @@ def test_any_guess_leads_to_the_greedy_continuation(policy, monkeypatch, tmp_pat
         canary, "_distributions", lambda *args: passes.append(args) or original(*args)
     )
     guesses = [
-        (),
+        [0],
         greedy,
         [*greedy[:4], *[(token + 1) % 5 for token in greedy[4:]]],
         [0] * GREEDY_LENGTH,
@@ -81,11 +81,11 @@ def test_any_guess_leads_to_the_greedy_continuation(policy, monkeypatch, tmp_pat
         write_canary(tmp_path, tokens, guess)
         found = compute_canary(policy, CPU, tmp_path)
         assert 1 <= len(passes) <= count
-        assert found["token_ids"] == tokens and found["greedy_token_ids"] == greedy
-        assert found["logprobs"][0] is None
-        torch.testing.assert_close(torch.tensor(found["logprobs"][1:]), logprobs, atol=1e-5, rtol=0)
-        torch.testing.assert_close(found["greedy_logprobs"], greedy_logprobs, atol=1e-5, rtol=0)
-        torch.testing.assert_close(found["greedy_margins"], margins, atol=1e-5, rtol=0)
+        assert found.token_ids == tokens and found.greedy_token_ids == greedy
+        assert found.logprobs[0] is None
+        torch.testing.assert_close(torch.tensor(found.logprobs[1:]), logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found.greedy_logprobs, greedy_logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found.greedy_margins, margins, atol=1e-5, rtol=0)
 
 
 def test_the_text_of_a_model_with_a_tokenizer(tmp_path):
@@ -128,11 +128,11 @@ def test_what_bf16_costs_is_measured_and_kept(policy, tmp_path):
         tmp_path, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len
     )
     cost = half_precision(policy, tokens, CPU)
-    assert 0 < cost["mean"] < cost["p99"] < 1 and policy.compute_dtype == torch.float32
+    assert 0 < cost.mean < cost.p99 < 1 and policy.compute_dtype == torch.float32
     exact, rounded = (half_of(policy, tokens, dtype) for dtype in (torch.float32, torch.bfloat16))
-    assert cost["mean"] == pytest.approx((exact - rounded).abs().mean().item(), rel=1e-4)
-    write_canary(tmp_path, tokens, [], half_precision=cost)
-    assert compute_canary(policy, CPU, tmp_path)["half_precision"] == cost
+    assert cost.mean == pytest.approx((exact - rounded).abs().mean().item(), rel=1e-4)
+    write_canary(tmp_path, tokens, [1], half_precision=cost)
+    assert compute_canary(policy, CPU, tmp_path).half_precision == cost
 
 
 def half_of(policy, tokens, dtype):

@@ -24,11 +24,11 @@ def digest(tensor):
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def read(handed_over):
+def read(path, parts):
     """The tensors, with each part held to its digest, and every element in one part."""
-    weights = load_file(handed_over["memory"])
+    weights = load_file(path)
     left = {name: torch.ones(tensor.shape, dtype=torch.int) for name, tensor in weights.items()}
-    for name, starts, lengths, sha in handed_over["parts"]:
+    for name, starts, lengths, sha in parts:
         part = tuple(
             slice(start, start + length) for start, length in zip(starts, lengths, strict=True)
         )
@@ -49,7 +49,8 @@ def test_it_is_what_a_checkpoint_would_be(family, dtype, model_folder, tmp_path)
     stored = load_file(tmp_path / "checkpoint" / "model.safetensors")
     if policy.decoder.config.tie_word_embeddings:
         stored.pop("lm_head.weight", None)  # the worker makes it from the embeddings
-    held = read(hand_over(memory, policy, start, dtype))
+    parts = hand_over(memory, policy, start, dtype)
+    held = read(memory.path, parts)
     assert held.keys() == stored.keys() and all(
         torch.equal(held[name], stored[name]) for name in held
     )
@@ -63,12 +64,12 @@ def test_parts_of_any_number_of_dimensions_are_named_with_their_place():
         Held("m", (torch.ones(3, 4),)),
         Held("c", (torch.ones(2, 3, 4, 5),)),
     ]
-    said = memory.write(tensors, torch.float32)
-    assert [part[:3] for part in said["parts"]] == [
+    parts = memory.write(tensors, torch.float32)
+    assert [part[:3] for part in parts] == [
         *(("v", [0], [5]), ("v", [5], [2]), ("m", [0, 0], [3, 4])),
         ("c", [0, 0, 0, 0], [2, 3, 4, 5]),
     ]
-    read(said)
+    read(memory.path, parts)
     memory.close()
 
 
@@ -77,17 +78,18 @@ def test_the_next_weights_lie_in_the_same_place_and_it_is_gone_with_its_process(
     first = memory.write(
         [Held("a", (torch.ones(3, 2),)), Held("b", (torch.ones(4),))], torch.float32
     )
-    read(first)
+    place = memory.path
+    read(place, first)
     second = memory.write(
         [Held("a", (torch.full((3, 2), 2.0),)), Held("b", (torch.ones(4),))], torch.float32
     )
-    assert second["memory"] == first["memory"] and second["parts"][0] != first["parts"][0]
-    assert torch.equal(read(second)["a"], torch.full((3, 2), 2.0))
+    assert memory.path == place and second[0] != first[0]
+    assert torch.equal(read(place, second)["a"], torch.full((3, 2), 2.0))
     # Another layout.
     fused = memory.write([Held("a", (torch.zeros(1, 2), torch.ones(2, 2)))], torch.bfloat16)
-    assert read(fused)["a"].tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert read(memory.path, fused)["a"].tolist() == [[0, 0], [1, 1], [1, 1]]
     memory.close()
-    assert not os.path.exists(fused["memory"])
+    assert not os.path.exists(memory.path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -126,7 +128,8 @@ def test_without_memory_for_it(enough, monkeypatch):
     ):
         memory.write([Held("a", (torch.ones(3),))], torch.float32)
     monkeypatch.undo()
-    read(memory.write([Held("a", (torch.ones(3),))], torch.float32))
+    parts = memory.write([Held("a", (torch.ones(3),))], torch.float32)
+    read(memory.path, parts)
     memory.close()
 
 
@@ -143,9 +146,10 @@ def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_fo
     start, whole = model_folder(family), WeightMemory(HERE)
     with HandingOver(start, processes, tensor_parallel) as trainer:
         said = [trainer.hold_out(start) for _ in range(2)][1]
-        held = read(said)
+        held = read(said["memory"], said["parts"])
         assert len(said["parts"]) > len(held)  # nothing was gathered
-        alone = read(hand_over(whole, load_policy_in(start, torch.float32), start, "fp32"))
+        parts = hand_over(whole, load_policy_in(start, torch.float32), start, "fp32")
+        alone = read(whole.path, parts)
         assert save(held) == save(alone)
     whole.close()
     assert not os.path.exists(said["memory"])

@@ -21,12 +21,12 @@ from ttrl.errors import (
 )
 from ttrl.facts import Sync
 from ttrl.launch.trainer import Trainer
+from ttrl.records import Handover
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
 from ttrl.weights import policy_server
 from ttrl.weights.policy_server import PolicyServer, make_server
-from ttrl.weights.source import Handover
 from ttrl.weights.sync import SyncReport
 from ttrl.weights.verify import Proof
 

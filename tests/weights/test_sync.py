@@ -19,11 +19,11 @@ from ttrl.errors import (
     ServerStartError,
     WeightSyncError,
 )
+from ttrl.records import Canary, HalfPrecision, Handover
 from ttrl.server.connection import JoinedServer
 from ttrl.server.model_folder import weights_digest
 from ttrl.weights import sync
-from ttrl.weights.canary import Canary, Tolerance, check_canary
-from ttrl.weights.source import Handover
+from ttrl.weights.canary import check_canary
 from ttrl.weights.sync import sync_weights
 from ttrl.weights.verify import verify_weights
 
@@ -501,7 +501,7 @@ def test_float32_tolerance(fake_server, checkpoints, shift, passes):
         assert check_canary(server, dataclasses.replace(canary, logprobs=logprobs)).passed
 
 
-MEASURED = Tolerance(mean=0.02, p99=0.1)
+MEASURED = HalfPrecision(mean=0.02, p99=0.1)
 
 
 @pytest.mark.long(but=["0.009-300-measured6-True", "0.065-300-measured3-False"])
@@ -515,8 +515,8 @@ MEASURED = Tolerance(mean=0.02, p99=0.1)
         (0.35, 5, MEASURED, True),  # four times at the 99th percentile: a few positions
         (0.45, 5, MEASURED, False),
         # Other kernels round where the trainer's do not.
-        (0.009, 300, Tolerance(0.0, 0.0), True),
-        (0.011, 300, Tolerance(0.0, 0.0), False),
+        (0.009, 300, HalfPrecision(0.0, 0.0), True),
+        (0.011, 300, HalfPrecision(0.0, 0.0), False),
     ],
 )
 def test_limits_in_half_precision_follow_from_what_it_costs(
@@ -566,7 +566,7 @@ def test_a_restart_that_fails(fake_server, checkpoints):
     "change, message",
     [
         (None, "does not exist"),
-        ("{", "cannot be read"),
+        ("{", "is damaged"),
         ("[]", "is damaged"),
         ({"schema": 2}, "schema 2, this version reads 1"),
         ({"logprobs": [None, -1.0]}, "37 token ids and 2 logprobs"),

@@ -18,12 +18,11 @@ from serving import NAME, first_rank, make_adapter, make_server, memory_of
 from steps import Place
 from support.training_steps import start_and_moved
 
+from ttrl.records import Canary, Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import WeightMemory
-from ttrl.weights.canary import Canary
-from ttrl.weights.source import Handover
 from ttrl.weights.sync import SyncReport, reset_prefix_cache, sleep, sync_weights
 
 
@@ -52,7 +51,8 @@ def plain_server(place: Place, model: Path, folder: Path, here: Ranks) -> Path:
     start, moved, policy = start_and_moved(model, folder, here)
     memory = WeightMemory(here)
     canary = Canary.load(moved)
-    handover = Handover(**hand_over(memory, policy, moved, "fp32"), canary=canary)
+    parts = hand_over(memory, policy, moved, "fp32")
+    handover = Handover(memory.path, parts, canary)
     before = gpu_memory_used() or 0.0
     try:
         with make_server(place, start, "plain") as server:

@@ -19,28 +19,52 @@ import math
 import os
 import sys
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """The worker's command line, as JSON."""
+
+    package: str
+    id: str
+    """Of the taskset, or the task."""
+    options: dict[str, Any]
+    turns: int
+    tokens: int | None
+    harness: str | None = None
+    runtime: str = ""
+    do: str = "list"
+    most: int = 0
+    """The longest listing."""
+    idx: Any = None
+    """The task to play, and its key."""
+    key: str = ""
+    task_variable: str = ""
+    """The environment variable with the path of the endpoint's description."""
+
 
 # verifiers
 
 
-def make_environment(order: dict[str, Any]) -> Any:
+def make_environment(order: Order) -> Any:
     """Return verifiers' environment of a taskset: its own, else a single agent."""
     from verifiers.v1 import Env, EnvConfig
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.generic import concrete_type
     from verifiers.v1.utils.loaders import default_harness_id, environment_class, load_environment
 
-    environment = environment_class(order["id"])
+    environment = environment_class(order.id)
     config: Any = concrete_type(environment, EnvConfig, origin=Env) or EnvConfig
-    harness = order["harness"]
-    if harness is None and default_harness_id(order["id"]) == "bash":
+    harness = order.harness
+    if harness is None and default_harness_id(order.id) == "bash":
         harness = "null"  # verifiers' own default lets the model run commands here
     role = {
-        "runtime": {"type": order["runtime"]},
-        "max_turns": order["turns"],
-        "max_output_tokens": order["tokens"],
+        "runtime": {"type": order.runtime},
+        "max_turns": order.turns,
+        "max_output_tokens": order.tokens,
     }
     roles = {
         name: dict(role)
@@ -50,13 +74,13 @@ def make_environment(order: dict[str, Any]) -> Any:
     for name, given in roles.items():
         if harness is not None and config.model_fields[name].default.harness is None:
             given["harness"] = {"id": harness}
-    return load_environment(config(taskset={"id": order["id"], **order["options"]}, **roles))
+    return load_environment(config(taskset={"id": order.id, **order.options}, **roles))
 
 
-def list_verifiers(order: dict[str, Any]) -> None:
+def list_verifiers(order: Order) -> None:
     """Write a line for each task."""
     taskset = make_environment(order).taskset
-    for task in taskset.take(order["most"]) if not taskset.bounded else taskset:
+    for task in taskset.take(order.most) if not taskset.bounded else taskset:
         row = task.data.model_dump(mode="json")
         told = {
             "idx": row["idx"],
@@ -67,16 +91,16 @@ def list_verifiers(order: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(told) + "\n")
 
 
-async def play_verifiers(order: dict[str, Any]) -> dict[str, Any]:
-    """Play a task; return {"reward", "metrics"}. Raises RuntimeError for a failed episode."""
+async def play_verifiers(order: Order) -> tuple[float, dict[str, float]]:
+    """Play a task; return reward and metrics. Raises RuntimeError for a failed episode."""
     from verifiers.v1 import EvalClientConfig, ModelContext
     from verifiers.v1.types import SamplingConfig
 
     environment = make_environment(order)
-    (task,) = environment.taskset.include(idx=[str(order["idx"])])
-    if task.key != order["key"]:
+    (task,) = environment.taskset.include(idx=[str(order.idx)])
+    if task.key != order.key:
         raise RuntimeError(
-            f"task {order['idx']} is another one than when the tasks were listed; does load() "
+            f"task {order.idx} is another one than when the tasks were listed; does load() "
             "draw at random?"
         )
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
@@ -106,13 +130,8 @@ async def play_verifiers(order: dict[str, Any]) -> dict[str, Any]:
     metrics = {
         name: value for name, value in {**trace.metrics, **scores}.items() if value is not None
     }
-    return {
-        "reward": trace.reward,
-        "metrics": {
-            **metrics,
-            "stopped": float(trace.stop_condition not in (None, "agent_completed", "user_closed")),
-        },
-    }
+    stopped = trace.stop_condition not in (None, "agent_completed", "user_closed")
+    return trace.reward, {**metrics, "stopped": float(stopped)}
 
 
 def use_this_python() -> None:
@@ -142,22 +161,22 @@ def use_this_python() -> None:
 # inspect_ai
 
 
-def load_task(order: dict[str, Any]) -> Any:
+def load_task(order: Order) -> Any:
     """Return the named task."""
     from inspect_ai._eval.loader import load_tasks
 
-    found = load_tasks([order["id"]], order["options"])
+    found = load_tasks([order.id], order.options)
     if len(found) != 1:
         raise RuntimeError(
-            f"{order['id']} names {len(found)} tasks ({', '.join(one.name for one in found)})"
+            f"{order.id} names {len(found)} tasks ({', '.join(one.name for one in found)})"
         )
     return found[0]
 
 
-def list_inspect(order: dict[str, Any]) -> None:
+def list_inspect(order: Order) -> None:
     """Write a line for each sample."""
     task = load_task(order)
-    for number, sample in zip(range(order["most"]), task.dataset, strict=False):
+    for number, sample in zip(range(order.most), task.dataset, strict=False):
         given = sample.input
         prompt = (
             given
@@ -172,8 +191,8 @@ def list_inspect(order: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(told) + "\n")
 
 
-def play_inspect(order: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run one sample; return {"reward", "metrics"}. Raises RuntimeError if it failed."""
+def play_inspect(order: Order, folder: Path) -> tuple[float, dict[str, float]]:
+    """Run one sample; return reward and metrics. Raises RuntimeError if it failed."""
     from inspect_ai import eval as evaluate
     from inspect_ai.model import get_model
 
@@ -183,7 +202,7 @@ def play_inspect(order: dict[str, Any], folder: Path) -> dict[str, Any]:
         api_key=os.environ["OPENAI_API_KEY"],
         stream=False,
     )
-    limits = {"turn_limit": order["turns"], "token_limit": order["tokens"]}
+    limits = {"turn_limit": order.turns, "token_limit": order.tokens}
     options = {
         "log_dir": str(folder / "logs"),
         "log_format": "json",
@@ -193,7 +212,7 @@ def play_inspect(order: dict[str, Any], folder: Path) -> dict[str, Any]:
     (log,) = evaluate(
         load_task(order),
         model,
-        sample_id=order["idx"],
+        sample_id=order.idx,
         epochs=1,
         max_retries=0,
         **limits,
@@ -219,10 +238,7 @@ def play_inspect(order: dict[str, Any], folder: Path) -> dict[str, Any]:
         }
     if not numbers:
         raise RuntimeError("no scorer has scored it")
-    return {
-        "reward": next(iter(numbers.values())),
-        "metrics": {**numbers, "stopped": float(sample.limit is not None)},
-    }
+    return next(iter(numbers.values())), {**numbers, "stopped": float(sample.limit is not None)}
 
 
 def number(value: Any, what: str) -> float:
@@ -242,22 +258,23 @@ def number(value: Any, what: str) -> float:
 
 def main() -> None:
     """Run the command line."""
-    order = json.loads(sys.argv[1])
-    is_verifiers = order["package"] == "verifiers"
+    order = Order(**json.loads(sys.argv[1]))
+    is_verifiers = order.package == "verifiers"
     if is_verifiers:
         use_this_python()
-    if order["do"] == "list":
+    if order.do == "list":
         if is_verifiers:
             return list_verifiers(order)
         return list_inspect(order)
-    place = Path(os.environ[order["task_variable"]])
+    place = Path(os.environ[order.task_variable])
     told = json.loads(place.read_text())
     if is_verifiers:
-        result = asyncio.run(play_verifiers(order))
+        reward, metrics = asyncio.run(play_verifiers(order))
     else:
-        result = play_inspect(order, place.parent)
+        reward, metrics = play_inspect(order, place.parent)
     headers = {"Authorization": f"Bearer {told['reward_key']}", "Content-Type": "application/json"}
-    request = urllib.request.Request(told["reward_url"], json.dumps(result).encode(), headers)  # noqa: S310 - ttrl's own address
+    result = json.dumps({"reward": reward, "metrics": metrics}).encode()
+    request = urllib.request.Request(told["reward_url"], result, headers)  # noqa: S310 - ttrl's own address
     urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60).close()
     return None
 

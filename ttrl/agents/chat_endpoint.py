@@ -9,11 +9,11 @@ from aiohttp import web
 
 from ttrl.agents.request_parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
-from ttrl.messages import Message, messages_without_nulls, part_that_is_no_text
+from ttrl.messages import JsonObject, Message, messages_without_nulls, part_that_is_no_text
 from ttrl.text import short
 
 FREE = frozenset({"messages", "max_completion_tokens"})
-NEUTRAL: dict[str, Any] = {}
+NEUTRAL: JsonObject = {}
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")
 
 
@@ -62,7 +62,7 @@ def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Respon
     calls = message.get("tool_calls")
     if calls:
         delta["tool_calls"] = [{**call, "index": number} for number, call in enumerate(calls)]
-    chunks: list[dict[str, Any]] = [
+    chunks: list[JsonObject] = [
         {"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason}]},
     ]

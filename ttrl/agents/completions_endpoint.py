@@ -10,12 +10,12 @@ from aiohttp import web
 from ttrl.agents.chat_endpoint import finish_reason
 from ttrl.agents.request_parameters import MODEL, Asked, events
 from ttrl.errors import UserError
-from ttrl.messages import Message
+from ttrl.messages import JsonObject, Message
 from ttrl.records import PROMPT
 from ttrl.text import short
 
 FREE = frozenset({"prompt"})
-NEUTRAL: dict[str, Any] = {"best_of": 1, "echo": False, "suffix": ""}
+NEUTRAL: JsonObject = {"best_of": 1, "echo": False, "suffix": ""}
 
 
 def read(body: Mapping[str, Any]) -> Asked:
@@ -53,14 +53,15 @@ def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Respon
         "created": int(time.time()),
         "model": MODEL,
     }
-    logprobs: dict[str, Any] | None = None
+    logprobs: dict[str, list[Any]] | None = None
     if body.get("logprobs") is not None and choice.logprobs is not None:
         entries = choice.logprobs.content
         logprobs = {
             "tokens": [entry.token for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [],
+            "text_offset": [],
         }
-        logprobs |= {"top_logprobs": [], "text_offset": []}
     one = {
         "index": 0,
         "text": message["content"],

@@ -12,10 +12,12 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ttrl.agents.agent_task import TASK_VARIABLE
+from ttrl.agents.agent_worker import Order
 from ttrl.errors import TaskError, UserError
 from ttrl.system.processes import ChildProcess, without_secrets
 from ttrl.text import harmless
@@ -38,9 +40,10 @@ def worker_program(package: str, python: str | None) -> list[str]:
     ]
 
 
-def playing(program: Sequence[str], order: Mapping[str, Any], **row: Any) -> list[str]:
+def playing(program: Sequence[str], order: Order, idx: Any, key: str = "") -> list[str]:
     """Return the command to play one task."""
-    return [*program, json.dumps({**order, **row, "do": "play", "task_variable": TASK_VARIABLE})]
+    play = replace(order, do="play", idx=idx, key=key, task_variable=TASK_VARIABLE)
+    return [*program, json.dumps(asdict(play))]
 
 
 def variable(package: str) -> str:
@@ -48,9 +51,9 @@ def variable(package: str) -> str:
     return f"TTRL_{package.upper()}_PYTHON"
 
 
-def list_rows(program: Sequence[str], order: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def list_rows(program: Sequence[str], order: Order, name: str) -> list[Mapping[str, Any]]:
     """Return the worker's listing, cached for this process. Raises TaskError."""
-    text = _listed(tuple(program), json.dumps(order), name)
+    text = _listed(tuple(program), json.dumps(asdict(order)), name)
     # Packages may print to stdout as well.
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"idx": ')]
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrl.agents.agent_task import agent_task
+from ttrl.agents.agent_worker import Order
 from ttrl.agents.elsewhere import list_rows, playing, worker_program
 from ttrl.tasks.datasets import check_count, check_name
 from ttrl.tasks.task import RolloutLimits, Task, question
@@ -50,13 +51,15 @@ def get_inspect_tasks(
         check_count(n)
     limits = limits or RolloutLimits(seconds=300.0)
     program = worker_program("inspect_ai", python)
-    order: dict[str, Any] = {
-        "package": "inspect_ai",
-        "id": name.replace(".py:", ".py@"),
-        "options": options,
-    }
-    order |= {"turns": limits.turns, "tokens": limits.tokens}
-    rows = list_rows(program, {**order, "do": "list", "most": _MOST}, f"inspect_ai:{name}")
+    order = Order(
+        package="inspect_ai",
+        id=name.replace(".py:", ".py@"),
+        options=options,
+        turns=limits.turns,
+        tokens=limits.tokens,
+        most=_MOST,
+    )
+    rows = list_rows(program, order, f"inspect_ai:{name}")
     tasks = [
         agent_task(
             playing(program, order, idx=row["idx"]),

@@ -28,6 +28,7 @@ import aiohttp
 from ttrl.agents.gym import Game, NoAction, seeds, show, tagged_or_last_line
 from ttrl.agents.tools import Tools, cut
 from ttrl.errors import RolloutError, RolloutLimitError, TaskError, TtrlError, describe
+from ttrl.messages import JsonObject
 from ttrl.system.processes import ChildProcess, without_secrets
 from ttrl.tasks.datasets import check_count
 from ttrl.tasks.task import Chat, RolloutLimits, Task, question
@@ -129,7 +130,7 @@ def observation_text(observation: Any) -> str:
     )
 
 
-def read_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+def read_action(text: str, schema: Mapping[str, Any]) -> JsonObject:
     """Return the action in a reply's last `<answer>` tags, or its last line. Raises ValueError."""
     given = tagged_or_last_line(text)
     fields = _fields(schema)
@@ -180,7 +181,7 @@ class OpenEnvRollout:
         ended = False
         tools = Tools(())
 
-        async def step(name: str, arguments: dict[str, Any]) -> str:
+        async def step(name: str, arguments: JsonObject) -> str:
             nonlocal total, ended
             if ended:
                 raise ValueError("the environment is done")
@@ -236,19 +237,19 @@ class _Session:
     def __init__(self, where: str, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._where = where
         self._socket = socket
-        self.begun: dict[str, Any] = {}
+        self.begun: Mapping[str, Any] = {}
 
-    async def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+    async def reset(self, **_: Any) -> tuple[Any, JsonObject]:
         return self.begun["observation"], {}
 
-    async def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    async def step(self, action: Any) -> tuple[Any, float, bool, bool, JsonObject]:
         data = await self.ask("step", action)
         reward = data.get("reward")
         if reward is not None and not isinstance(reward, bool) and not is_number(reward):
             raise self.failed(f"gave the reward {short(reward, 40)}")
         return data["observation"], float(reward or 0.0), bool(data.get("done")), False, {}
 
-    async def ask(self, kind: str, data: Any) -> dict[str, Any]:
+    async def ask(self, kind: str, data: Any) -> Mapping[str, Any]:
         """Return the server's answer. Raises NoAction, _Busy, RolloutError."""
         # A server without a free session reports it and disconnects.
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):
@@ -296,7 +297,7 @@ class _Busy(Exception):  # noqa: N818 - it is waited for
 # Facts about a server before the first game
 
 
-def _fields(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return an action's required fields, or all fields if none is required."""
     known = {
         name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"
@@ -325,7 +326,7 @@ def _how(schema: Mapping[str, Any]) -> str:
     return f"End each reply with {what}, in <answer> </answer> tags."
 
 
-def _get(address: str, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
+def _get(address: str, path: str, headers: Mapping[str, str]) -> Mapping[str, Any]:
     request = urllib.request.Request(address + path, headers=dict(headers))  # noqa: S310 - http(s) alone, checked by the caller
     try:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from ttrl.errors import UserError
-from ttrl.messages import Message, Tool
+from ttrl.messages import JsonObject, Message, Tool
 from ttrl.text import short
 
 MODEL = "policy"
@@ -21,7 +21,7 @@ FREE = frozenset([
     "safety_identifier", "return_token_ids",
 ])
 # fmt: on
-NEUTRAL: dict[str, Any] = {
+NEUTRAL: JsonObject = {
     "n": 1,
     "temperature": 1,
     "top_p": 1,
@@ -117,7 +117,7 @@ def tools_of(body: Mapping[str, Any]) -> list[Tool] | None:
     return None
 
 
-async def read_json(request: web.Request) -> dict[str, Any]:
+async def read_json(request: web.Request) -> Mapping[str, Any]:
     """Return the object of a request's body. Raises UserError."""
     try:
         body = json.loads(await request.read() or b"{}")

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from ttrl.agents.request_parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
-from ttrl.messages import Message, Tool
+from ttrl.messages import JsonObject, Message, Tool
 from ttrl.text import short
 
 # fmt: off
@@ -24,7 +24,7 @@ FREE = frozenset([
     "max_tool_calls",
 ])
 # fmt: on
-NEUTRAL: dict[str, Any] = {
+NEUTRAL: JsonObject = {
     "background": False,
     "text": {"format": {"type": "text"}},
     "reasoning": {},
@@ -136,7 +136,7 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
 
 def answer(
     body: Mapping[str, Any], message: Message, choice: Any, response_id: str
-) -> tuple[dict[str, Any], web.Response]:
+) -> tuple[JsonObject, web.Response]:
     """Return a response in the API's format, and the HTTP answer: the response or its stream."""
     output = _items(message)
     is_cut = choice.finish_reason == "length"
@@ -146,7 +146,7 @@ def answer(
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens_details": {"reasoning_tokens": 0},
     }
-    begun: dict[str, Any] = {
+    begun = {
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
@@ -189,8 +189,8 @@ def answer(
     )
 
 
-def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = []
+def _items(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    items: list[Mapping[str, Any]] = []
     content = message.get("content")
     calls = message.get("tool_calls") or []
     reasoning = message.get("reasoning") or message.get("reasoning_content")
@@ -198,7 +198,7 @@ def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         said = {"summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]}
         items.append({"type": "reasoning", "id": _id("rs"), "status": "completed", **said})
     if content or not calls:
-        text: dict[str, Any] = {
+        text: JsonObject = {
             "type": "output_text",
             "text": content or "",
             "annotations": [],
@@ -220,7 +220,7 @@ def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return items
 
 
-def _events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _events(index: int, item: Mapping[str, Any]) -> Iterator[JsonObject]:
     """Yield the events of a complete item."""
     place = {"item_id": item["id"], "output_index": index}
     if item["type"] == "function_call":
@@ -248,11 +248,9 @@ def _events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
             kind = "response.output_text"
         for number, part in enumerate(item["content"]):
             here = {**place, "content_index": number}
-            more: dict[str, Any]
+            more: dict[str, list[object]] = {}
             if kind == "response.output_text":
                 more = {"logprobs": []}
-            else:
-                more = {}
             yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
             yield {"type": f"{kind}.delta", **here, "delta": part["text"], **more}
             yield {"type": f"{kind}.done", **here, "text": part["text"], **more}

@@ -13,6 +13,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
@@ -20,13 +21,13 @@ from aiohttp import web
 from ttrl.agents import chat_endpoint, completions_endpoint, responses
 from ttrl.agents.request_parameters import MODEL, Asked, check_parameters, least_tokens, read_json
 from ttrl.errors import RolloutError, RolloutLimitError, ServerError, TtrlError
-from ttrl.messages import Message
+from ttrl.messages import JsonObject, Message
 from ttrl.records import Endpoint
 from ttrl.rollouts.client.transport import Transport, transport_for
 from ttrl.tasks.task import Chat, Grade
 from ttrl.text import short
 
-APIS: dict[str, Any] = {
+APIS: dict[str, ModuleType] = {
     "/chat/completions": chat_endpoint,
     "/completions": completions_endpoint,
     "/responses": responses,
@@ -79,7 +80,7 @@ class Session:
         self._place = f"task {chat.task_id!r}, sample {chat.sample}"
         self._responses: dict[str, list[Message]] = {}
         """Conversations by the ids of their last response, without instructions."""
-        self._answered: dict[str, dict[str, Any]] = {}
+        self._answered: dict[str, JsonObject] = {}
         """Responses by their ids."""
 
     @property
@@ -149,7 +150,8 @@ class Session:
 
     async def response(self, request: web.Request) -> web.Response:
         """Repeat an earlier response of this session."""
-        found = self._answered.get(name := request.match_info["response"])
+        name = request.match_info["response"]
+        found = self._answered.get(name)
         if found is None:
             raise web.HTTPNotFound(reason=f"{short(name, 60)} is no response of this session")
         return web.json_response(found)

@@ -8,11 +8,12 @@ users of the global state are unaffected.
 import functools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ttrl.agents.gym import Game, GymRollout, seeds
 from ttrl.errors import TaskError, describe
+from ttrl.messages import JsonObject
 from ttrl.tasks.answers import after_thinking, find_tagged
 from ttrl.tasks.datasets import check_count
 from ttrl.tasks.task import RolloutLimits, Task, question
@@ -100,7 +101,7 @@ class TextArenaGame:
         name: str,
         players: int,
         opponent: Callable[[str], str] | None,
-        options: dict[str, Any],
+        options: Mapping[str, Any],
     ) -> None:
         import textarena
 
@@ -113,14 +114,14 @@ class TextArenaGame:
             lambda: textarena.make(f"{name.removesuffix('-raw')}-raw", **options)
         )
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, JsonObject]:
         self._moved(lambda: self._game.reset(num_players=self._players, seed=seed))
         shown, done = self._until_own_move(False)
         if done:
             raise ValueError("the game is over before it began")
         return shown, {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[str, float, bool, bool, JsonObject]:
         self._own_move = action
         done, _ = self._moved(lambda: self._game.step(action=action))
         shown, done = self._until_own_move(done)

@@ -244,7 +244,7 @@ class TrlGrader:
 
     def _arguments(
         self, function: RewardFunction, choice: Choice, environment: Any, metrics: dict[str, float]
-    ) -> dict[str, Any]:
+    ) -> Mapping[str, Any]:
         completion: Any = reply_text(choice)
         if isinstance(self.prompt, list) or environment is not None:
             said = getattr(choice, "messages", None)

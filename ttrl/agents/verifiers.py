@@ -8,10 +8,11 @@ and posts the reward. Its requests to the model are the rollout.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttrl.agents.agent_task import agent_task
+from ttrl.agents.agent_worker import Order
 from ttrl.agents.elsewhere import list_rows, playing, worker_program
 from ttrl.errors import TaskError
 from ttrl.messages import Message
@@ -58,20 +59,18 @@ def get_verifiers_tasks(
         check_count(n)
     limits = limits or RolloutLimits(seconds=300.0)
     program = worker_program("verifiers", python)
-    order: dict[str, Any] = {
-        "package": "verifiers",
-        "id": name,
-        "harness": harness,
-        "runtime": runtime,
-        "options": options,
-    }
-    order |= {"turns": limits.turns, "tokens": limits.tokens}
-    most = 20 * n + 100 if n is not None else 1000
-    rows = [
-        row
-        for row in list_rows(program, {**order, "do": "list", "most": most}, f"verifiers:{name}")
-        if _is_of(row, split)
-    ]
+    order = Order(
+        package="verifiers",
+        id=name,
+        options=options,
+        turns=limits.turns,
+        tokens=limits.tokens,
+        harness=harness,
+        runtime=runtime,
+        most=1000 if n is None else 20 * n + 100,
+    )
+    listed = list_rows(program, order, f"verifiers:{name}")
+    rows = [row for row in listed if _is_of(row, split)]
     if split == "train":
         random.Random(seed).shuffle(rows)
     if not rows:
@@ -88,11 +87,11 @@ def get_verifiers_tasks(
     ]
 
 
-def _is_of(row: dict[str, Any], split: str) -> bool:
+def _is_of(row: Mapping[str, Any], split: str) -> bool:
     return split == "all" or in_validation(row["key"], 10) == (split == "validation")
 
 
-def _messages(row: dict[str, Any]) -> list[Message]:
+def _messages(row: Mapping[str, Any]) -> list[Message]:
     """Return the known start of a task's conversation."""
     if row["prompt"] is not None:
         prompt = row["prompt"]

@@ -19,7 +19,6 @@ memory of all arms are checked before the first one starts.
 
 import argparse
 import dataclasses
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import Any, Literal
 
 from ttrl.cli.recipe_script import run_recipe
 from ttrl.cli.settings import with_settings
+from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.comparison import compare_seeds
@@ -53,10 +53,10 @@ from ttrl.run_folder.folder import IterationFolder, RunFolder
 from ttrl.run_folder.metrics import metrics_row
 from ttrl.run_folder.reader import held_out_text, read_mapping, read_run
 from ttrl.system.console import Console, clock
-from ttrl.system.files import append_jsonl, read_jsonl, write_jsonl
+from ttrl.system.files import append_jsonl, read_jsonl, read_object, write_jsonl
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
-from ttrl.text import counted, percent, si_spaced
+from ttrl.text import counted, percent, present, si_spaced
 
 RL = "RL"
 SFT = "SFT"
@@ -206,7 +206,7 @@ def _run_arms(
     return f"{compared.table()}\n{page}"
 
 
-def _how(config: TrainConfig) -> dict[str, Any]:
+def _how(config: TrainConfig) -> Settings:
     """Return a run's settings for its held-out tasks, as settings of `evaluate`."""
     return {
         "samples_per_task": config.validation_samples,
@@ -314,12 +314,12 @@ def _start(
     from ttrl.server.chat_template import with_chat_template
 
     write_jsonl(run / "examples.jsonl", [dict(one) for one in start.examples])
-    settings = start_settings(config, start.settings, cuda=hardware.cuda)
     model = local_model(config.model, chat_template=config.chat_template is None)
-    settings["model"] = str(
-        with_chat_template(model, config.chat_template, run.absolute() / "model")
-    )
-    settings["data"] = str(run / "examples.jsonl")
+    settings = {
+        **start_settings(config, start.settings, cuda=hardware.cuda),
+        "model": str(with_chat_template(model, config.chat_template, run.absolute() / "model")),
+        "data": str(run / "examples.jsonl"),
+    }
     fitted = fit_supervised(settings, config, hardware, run)
     return supervised_run(
         run,
@@ -345,8 +345,7 @@ def _same_flops(
     checkpoint. config: the run's as it was given.
     """
     made, _ = TrainConfig.examine(read_mapping(rl / "config.yaml"))
-    settings = sft_settings(made, sft.settings)
-    settings["data"] = str(run.parent / "examples.jsonl")
+    settings = {**sft_settings(made, sft.settings), "data": str(run.parent / "examples.jsonl")}
     fitted = fit_supervised(settings, config, hardware, run)
     flops = spent(read_run(rl))["flops"]
     chosen = sorted(
@@ -357,7 +356,7 @@ def _same_flops(
         fitted.settings,
         dataclasses.replace(asked, how={**asked.how, "dtype": made.dtype}),
         by="flops",
-        marks=[value for place in chosen if (value := flops[place]) is not None],
+        marks=present(flops[place] for place in chosen),
         before=RunFolder(rl).iteration(0),
         processes=fitted.processes,
     )
@@ -530,7 +529,7 @@ def _ask(checkpoint: Path, asked: HeldOut, path: Path) -> ValidateFacts:
 
 def _ask_sets(checkpoint: Path, sets: Sets, how: Mapping[str, Any], path: Path) -> None:
     """Ask a policy the further held-out sets, once."""
-    if sets and not (path.exists() and read_result(path)["complete"]):
+    if sets and not (path.exists() and read_result(path).complete):
         evaluate(str(checkpoint), sets, output=path, pbar=False, **how)
 
 
@@ -572,7 +571,7 @@ def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
 
 def _sft_plan(run: Path) -> str:
     """Describe RL's plan for SFT; it takes as many FLOPs."""
-    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    plan = read_object(run / "plan.json")
     flops = plan["iterations"] * sum(
         plan["flops"][name] for name in ("sampling", "training", "prepass")
     )

@@ -21,7 +21,7 @@ from typing import Any
 
 from ttrl.cli.doctor import MARKS
 from ttrl.errors import TtrlError, UserError
-from ttrl.facts import MetricsRow, number
+from ttrl.facts import MetricsRow, numbers
 from ttrl.loop.environment import describe_environment
 from ttrl.report.conversations import template
 from ttrl.report.page import css
@@ -70,7 +70,7 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
     return not any(case["passed"] is False for case in cases)
 
 
-def _case(part: str, case: str, passed: bool | None, found: str, since: float) -> dict[str, Any]:
+def _case(part: str, case: str, passed: bool | None, found: str, since: float) -> Case:
     return {
         "part": part,
         "case": case,
@@ -165,7 +165,7 @@ def _run(folder: Path, processes: int) -> Iterator[Case]:
 
 def judge(rows: list[MetricsRow], name: str, began: float) -> Iterator[Case]:
     """Yield whether a run's metrics show learning, and every policy's arrival in the server."""
-    shares = [share for row in rows if (share := number(row.held_out("exact"))) is not None]
+    shares = numbers(row.held_out("exact") for row in rows)
     seconds = [row.seconds for row in rows[1:]]
     phases = {
         "sample": sum(one.sample or 0.0 for one in seconds),

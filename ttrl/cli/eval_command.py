@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import UserError
+from ttrl.messages import JsonObject
 from ttrl.system.console import say
 from ttrl.text import harmless
 
@@ -225,7 +226,7 @@ def _option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> JsonObject:
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from ttrl.errors import UserError
+from ttrl.messages import JsonObject
 from ttrl.system.files import atomic_file
 from ttrl.tasks import temporal_clue, zebra_grid
 from ttrl.tasks.clauses import solver_class
 
-Maker = Callable[[str], dict[str, Any]]
+Maker = Callable[[str], JsonObject]
 FAMILIES = ("temporal-clue", "temporal-clue-night", "zebra-grid")
 
 
@@ -81,7 +81,7 @@ def generate(
     return output
 
 
-def _made(make: Maker, seeds: list[str], processes: int) -> Iterator[dict[str, Any]]:
+def _made(make: Maker, seeds: list[str], processes: int) -> Iterator[JsonObject]:
     """Make the rows, in the order of their seeds."""
     if processes == 1:
         yield from map(make, seeds)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ttrl.errors import UserError
 
@@ -153,8 +153,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
         count = asked.config.tasks_per_iteration * asked.config.iterations
         tasks = load_tasks(arguments.tasks, count, split="train")
         asked = dataclasses.replace(asked, run=None, tasks=tasks)
-    more: dict[str, Any] = {"recipe_only": asked.recipe_only, "run": asked.run}
-    print(how.text(how.plan(asked.config, asked.tasks, asked.validation_tasks, **more)))
+    plan = how.plan(
+        asked.config,
+        asked.tasks,
+        asked.validation_tasks,
+        recipe_only=asked.recipe_only,
+        run=asked.run,
+    )
+    print(how.text(plan))
     return 0
 
 

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 from ttrl.errors import UserError
 from ttrl.system.console import Console, say
@@ -85,7 +84,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
     run = arguments.output
     model = str(ready_model(arguments.model) or arguments.model)
     beside = dict(map(_named, arguments.beside))
-    params: dict[str, Any] = {"temperature": arguments.temperature}
+    params: dict[str, float] = {"temperature": arguments.temperature}
     if arguments.max_tokens is not None:
         params["max_tokens"] = arguments.max_tokens
     names = ("name", "key_variable", "server_args", "chat_template")

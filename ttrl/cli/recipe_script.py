@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrl.cli.plan_command import PlanOptions
 from ttrl.cli.settings import settings_in, with_settings
+from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, TaskError, TtrlError, UserError
 from ttrl.launch.tune import tune
@@ -128,8 +129,9 @@ def script_arguments(
         "--check", action="store_true", help="make the tasks and check the settings; run nothing"
     )
     how = "say what the run will take, by a short run; `ttrl plan SCRIPT` needs none"
-    reading: dict[str, Any] = {"nargs": "?", "const": _PROBED, "type": PlanOptions.parse}
-    parser.add_argument("--plan", **reading, metavar="", help=how)
+    parser.add_argument(
+        "--plan", nargs="?", const=_PROBED, type=PlanOptions.parse, metavar="", help=how
+    )
     if options is not None:
         options(parser)
     arguments = parser.parse_args()
@@ -165,7 +167,7 @@ def _contradictions(
     """Return contradictions between --set and other options, and misspelled names in --set."""
     given, misspelled = settings_in(arguments.set)
     found = []
-    meant: dict[str, Any] = {}
+    meant: Settings = {}
     if arguments.overfit is not None:
         meant = _overfit_settings(arguments.overfit)
     for name in given.keys() & meant.keys():
@@ -204,7 +206,7 @@ def _written(name: str, value: Any) -> str:
     return f"{name}={text}"
 
 
-def _overfit_settings(count: int) -> dict[str, Any]:
+def _overfit_settings(count: int) -> Settings:
     """Return the settings behind --overfit: no other tasks, and greedy answers to them after each
     step.
     """
@@ -403,15 +405,12 @@ def _tiny(
             folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT
         )
     training = {**config.recipe_settings, "rows_per_microbatch": 1}
-    small: dict[str, Any] = {
-        "tasks_per_iteration": _TINY_TASKS,
-        "samples_per_task": 4,
-        "max_tokens": _TINY_TOKENS,
-        "seq_len": _TINY_CONTEXT,
-    }
     config = dataclasses.replace(
         config,
-        **small,
+        tasks_per_iteration=_TINY_TASKS,
+        samples_per_task=4,
+        max_tokens=_TINY_TOKENS,
+        seq_len=_TINY_CONTEXT,
         model=str(folder),
         iterations=min(config.iterations, 1),
         training=training,

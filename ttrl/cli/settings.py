@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ttrl.configs import GRPOConfig
+from ttrl.configs.base import Settings
 from ttrl.configs.recipe import OTHER_NAMES
 from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
 from ttrl.errors import ConfigError, UserError
@@ -63,7 +64,7 @@ def read_planned(
             raise UserError(
                 f"{file} is neither a run's config nor a recipe's: it has no setting of either"
             )
-        return Planned(_of_recipe(_promised(file) | values | changes, file), recipe_only=True)
+        return Planned(_of_recipe({**_promised(file), **values, **changes}, file), recipe_only=True)
     named = {key: values.pop(key, None) for key in _SPLITS}
     if (file.parent / "iterations").is_dir():
         run = file.parent
@@ -87,7 +88,7 @@ def model_run(model: str, settings: Sequence[str] = ()) -> TrainConfig:
     Raises ConfigError for unknown settings, ModelFolderError.
     """
     changes = _known(settings)
-    values: dict[str, Any] = {"run": f"runs/{Path(model).name}", "model": model, "iterations": 1}
+    values: dict[str, object] = {"run": f"runs/{Path(model).name}", "model": model, "iterations": 1}
     if not changes.keys() & {"seq_len", "max_tokens"}:
         from ttrl.plans.planner import context_of  # loads PyTorch
 
@@ -99,7 +100,7 @@ def model_run(model: str, settings: Sequence[str] = ()) -> TrainConfig:
     return TrainConfig.parse(_changed(values, changes), "--set")
 
 
-def _known(settings: Sequence[str]) -> dict[str, Any]:
+def _known(settings: Sequence[str]) -> Settings:
     """Return the settings in "KEY=VALUE" texts. Raises ConfigError for unknown ones."""
     changes, unknown = settings_in(settings)
     if unknown:
@@ -107,9 +108,9 @@ def _known(settings: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _with_run(values: dict[str, Any], path: Path) -> dict[str, Any]:
+def _with_run(values: Settings, path: Path) -> Settings:
     """Return a file's settings with a run folder: its own, or else runs/ and the file's name."""
-    return {"run": f"runs/{path.stem}"} | values
+    return {"run": f"runs/{path.stem}", **values}
 
 
 def _read_mapping(file: Path) -> dict[str, Any]:
@@ -125,22 +126,22 @@ def _read_mapping(file: Path) -> dict[str, Any]:
     return values
 
 
-def _promised(file: Path) -> dict[str, Any]:
+def _promised(file: Path) -> Settings:
     """Return the content of the first line of a file of recipe_configs/: "# 16 x 141 GB GPU in 2
     machines; rows of up to 8192 …".
     """
     with file.open(encoding="utf-8") as lines:
         first = lines.readline()
-    found: dict[str, Any] = {}
+    found: dict[str, int | str] = {}
     rows = re.search(r"rows of up to (\d+) positions", first)
     if rows:
         found["seq_len"] = int(rows[1])
     gpus = re.match(r"# (\d+) x \d+ GB GPU(?: in (\d+) machines)?", first)
     if gpus:
         nodes = int(gpus[2] or 1)
-        found |= {"nproc_per_node": int(gpus[1]) // nodes} | (
-            {"nnodes": nodes, "cluster": "auto"} if nodes > 1 else {}
-        )
+        found["nproc_per_node"] = int(gpus[1]) // nodes
+        if nodes > 1:
+            found |= {"nnodes": nodes, "cluster": "auto"}
     return found
 
 
@@ -153,7 +154,7 @@ def read_run(
     settings: "KEY=VALUE"; they prevail over the file's. Without `run` in the file, the run folder
     is runs/ and the file's name. Raises UserError for an unreadable file, TaskError.
     """
-    values = _with_run(_read_mapping(path), path)
+    values = dict(_with_run(_read_mapping(path), path))
     named = {key: values.pop(key, None) for key in _SPLITS}
     changes, problems = settings_in(settings)
     config, found = TrainConfig.examine(_changed(values, changes))
@@ -192,9 +193,9 @@ def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainCo
     return config, unknown + found
 
 
-def settings_in(texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def settings_in(texts: Sequence[str]) -> tuple[Settings, list[str]]:
     """Return the settings in "KEY=VALUE" texts, and a problem for each unknown text."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     unknown: list[str] = []
     for text in texts:
         try:
@@ -219,13 +220,13 @@ def settings_in(texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return {name: value for name, value in changes.items() if name in known}, unknown
 
 
-def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    values = values | {name: value for name, value in changes.items() if name in _OF_RUN}
+def _changed(values: Settings, changes: Settings) -> Settings:
+    values = {**values, **{name: changes[name] for name in changes if name in _OF_RUN}}
     training = {name: value for name, value in changes.items() if name not in _OF_RUN}
-    return values | {"training": {**(values.get("training") or {}), **training}}
+    return {**values, "training": {**(values.get("training") or {}), **training}}
 
 
-def _of_recipe(values: dict[str, Any], file: Path) -> TrainConfig:
+def _of_recipe(values: Settings, file: Path) -> TrainConfig:
     """Make a run around a recipe's config; its plan covers only the trainer."""
     if not values.get("model"):
         raise UserError(

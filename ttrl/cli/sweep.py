@@ -25,7 +25,6 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ import yaml
 from ttrl.cli.runs import recipes
 from ttrl.errors import UserError
 from ttrl.system.console import say
-from ttrl.system.files import write_json
+from ttrl.system.files import read_object, write_json
 
 _STATE_FILE = "sweep.json"
 
@@ -209,16 +208,13 @@ def _digest(command: list[str]) -> str:
 
 def _finished(path: Path) -> dict[str, str | list[str]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return dict(read_object(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is damaged: {error}; without it, each run says itself that it is finished"
         ) from error
-    if isinstance(found, Mapping):
-        return dict(found)
-    return {}
 
 
 def _plain(value: Any) -> str:

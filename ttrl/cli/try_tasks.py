@@ -79,18 +79,16 @@ def try_tasks(
         with serving(folder, server_args=server_args, chat_template=chat_template) as served:
             if served.parsers:
                 say(served.parsers)
-            options: dict[str, Any] = {
-                "n": samples,
-                "params": params,
-                "token_ids": served.is_ours,
-                "pbar": False,
-            }
-            answers = [
-                result.samples
-                for result in asyncio.run(
-                    get_task_results(tasks, served.endpoint, served.model, **options)
-                )
-            ]
+            results = get_task_results(
+                tasks,
+                served.endpoint,
+                served.model,
+                n=samples,
+                params=params,
+                token_ids=served.is_ours,
+                pbar=False,
+            )
+            answers = [result.samples for result in asyncio.run(results)]
     for number, (task, of_task) in enumerate(zip(tasks, answers, strict=True), 1):
         _say_task(say, task, number, len(tasks))
         for sample in of_task:

@@ -65,13 +65,17 @@ class Lead:
             again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         threading.Thread(
             target=self._run,
-            args=(work, dict(arguments), accepts_open, again),
+            args=(work, arguments, accepts_open, again),
             name="run",
             daemon=True,
         ).start()
 
     def _run(
-        self, work: Callable[..., Any], arguments: dict[str, Any], accepts_open: bool, again: bool
+        self,
+        work: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        accepts_open: bool,
+        again: bool,
     ) -> None:
         try:
             if AUTHENTICATION != "token" and not accepts_open:
@@ -82,11 +86,10 @@ class Lead:
                     "accept that"
                 )
             deadline = time.monotonic() + (_TAKE_OVER_SECONDS if again else _KILLED_SECONDS)
-            # The actor's name admits one lead; a live owner is still refused.
-            arguments["take_over"] = True
             while True:
                 try:
-                    result = work(**arguments)
+                    # The actor's name admits one lead; a live owner is still refused.
+                    result = work(**{**arguments, "take_over": True})
                     end_actors()  # even if the result is never fetched
                     self._done = result, None
                     return

@@ -168,7 +168,7 @@ def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[JoinedS
     """Begin to start `config.replicas` servers of a model, or of the base of adapters, spread over
     the cluster. They end with this process."""
     key = secrets.token_urlsafe(32)
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "max_concurrency": 4,
         "max_restarts": -1,
         "max_task_retries": 0,

@@ -138,12 +138,15 @@ def absent_folder(model: str) -> list[str]:
 
 
 @functools.cache
-def _kinds(cls: type) -> dict[str, Any]:
+def _kinds(cls: type) -> Mapping[str, Any]:
     """Return the types of a config's fields. A run asks for them dozens of times in an iteration,
     milliseconds each time.
     """
     return typing.get_type_hints(cls)
 
+
+Settings: typing.TypeAlias = Mapping[str, Any]
+"""Settings by name, as a config file holds them."""
 
 # Stand-ins for wrong required values, to check the others.
 _STAND_INS: dict[Any, Any] = {str: "", int: 1, float: 1.0}
@@ -154,7 +157,7 @@ class Config:
     """Base of the config dataclasses. Subclasses list what else can be wrong in `problems`."""
 
     _given: typing.ClassVar[tuple[str, ...]] = ()
-    _unknown: typing.ClassVar[dict[str, Any]] = {}
+    _unknown: typing.ClassVar[Settings] = {}
     _is_part: typing.ClassVar[bool] = False
     """Whether its constructor leaves misspelt names to the config that it is a part of, which names
     all mistakes at once.
@@ -192,7 +195,7 @@ class Config:
         return None
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], where: str) -> Self:
+    def parse(cls, values: Settings, where: str) -> Self:
         """Make a config from plain values. Raises ConfigError with every problem: unknown and
         missing keys, types, ranges.
         """
@@ -202,7 +205,7 @@ class Config:
         return config
 
     @classmethod
-    def examine(cls, values: Mapping[str, Any]) -> tuple[Self, list[str]]:
+    def examine(cls, values: Settings) -> tuple[Self, list[str]]:
         """Return a config with defaults for wrong values, and every problem, one line each."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         itself: Any = cls  # mypy takes it for one of its configs, and those have no hash
@@ -253,9 +256,9 @@ class Config:
         """Examine a config made in Python, like `examine` its plain values."""
         return self.examine(self._values())
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> Settings:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return own | self._unknown
+        return {**own, **self._unknown}
 
     def at_least(self, minimum: float, *names: str) -> list[str]:
         """Return a problem for each value below `minimum`; None passes, here and in the next
@@ -301,11 +304,12 @@ class Config:
             name: field.default_factory() if callable(field.default_factory) else field.default
             for name, field in own.items()
         }
-        return {
+        given = {
             name: value
             for name, value in self.to_dict().items()
             if name in named or value != plain[name]
-        } | self._unknown
+        }
+        return given | dict(self._unknown)
 
 
 HIDDEN = "***"

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from ttrl.configs.base import without_secrets
+from ttrl.configs.base import Settings, without_secrets
 from ttrl.registries import LOGGERS
 
 TORCHTUNE = "torchtune.training.metric_logging."
@@ -15,7 +15,7 @@ _TORCHTUNE_NEEDS: dict[str, str | None] = {
 }  # fmt: skip
 
 
-def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
+def normalised(entry: Any) -> tuple[str, Settings]:
     """Return an entry of `loggers` as (name or dotted name, arguments). Raises ValueError with the
     mistake.
     """

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
-from ttrl.configs.base import Config, absent_folder, settings
+from ttrl.configs.base import Config, Settings, absent_folder, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.logger_settings import logger_problems
 from ttrl.configs.machines import auto_dtype, joined_problems, server_keys
@@ -376,7 +376,7 @@ class TrainConfig(Config):
             self.training = self.training.given()
 
     @property
-    def recipe_settings(self) -> dict[str, Any]:
+    def recipe_settings(self) -> Settings:
         """Return `training` as a dictionary, its form in any finished config, unless its file
         cannot be read.
         """
@@ -813,7 +813,7 @@ class TrainConfig(Config):
             and "output" not in recipe.lora_targets
         )
 
-    def recipe_config(self, values: dict[str, Any]) -> GRPOConfig:
+    def recipe_config(self, values: Settings) -> GRPOConfig:
         """Return the recipe's config: `training`, and `values`, set by the loop for an iteration.
         Raises ConfigError.
         """
@@ -832,7 +832,7 @@ class TrainConfig(Config):
         return recipe
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:
+    def defaults(cls) -> Settings:
         """Return the fields with a default, as config.yaml would hold them."""
         values = cls(run="", model="", iterations=1).to_dict()
         return {

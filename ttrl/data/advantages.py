@@ -24,6 +24,7 @@ from ttrl.data.shaping import shaped_rewards
 from ttrl.errors import ConfigError, UserError
 from ttrl.facts import AdvantageFigures, Groups
 from ttrl.records import TaskResult
+from ttrl.text import present
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def advantages_of(
     )
     if config.surprise_bonus:
         surprises = [value for _, group in pairs for value in group]
-        known = [value for value in surprises if value is not None]
+        known = present(surprises)
         figures = figures.replace(
             surprise=math.fsum(known) / len(known) if known else None,
             surprise_unknown=len(surprises) - len(known),

@@ -230,11 +230,15 @@ def as_arrays(sequence: TokenizedResult) -> TokenizedResult:
     """Return a sequence with arrays for lists, without the strings of its tokens: packing does not
     read them.
     """
-    arrays: dict[str, Any] = {
-        "token_ids": np.array(sequence.token_ids, np.int32),
-        "assistant_mask": np.array(sequence.assistant_mask, np.bool_),
-        "logprobs": np.array(sequence.logprobs, np.float32),
-    }
-    if sequence.token_versions is not None:
-        arrays["token_versions"] = np.array(sequence.token_versions, np.int32)
-    return dataclasses.replace(sequence, tokens=None, **arrays)
+
+    def array(values: Sequence[float] | None, dtype: type[np.generic]) -> Any:
+        return None if values is None else np.array(values, dtype)
+
+    return dataclasses.replace(
+        sequence,
+        tokens=None,
+        token_ids=array(sequence.token_ids, np.int32),
+        assistant_mask=array(sequence.assistant_mask, np.bool_),
+        logprobs=array(sequence.logprobs, np.float32),
+        token_versions=array(sequence.token_versions, np.int32),
+    )

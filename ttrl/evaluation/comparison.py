@@ -4,14 +4,14 @@ import dataclasses
 import os
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.evaluation.eval_results import aligned, read_result
+from ttrl.evaluation.eval_results import StoredResult, StoredSet, TaskScores, aligned, read_result
 from ttrl.intervals import Difference, difference_over_seeds, pooled
+from ttrl.messages import JsonObject
 from ttrl.text import flat, percent
 
 Key = tuple[str, str, int]
@@ -70,7 +70,7 @@ class Comparison:
     incomplete: list[str]
     """"first", "second": evaluations stopped before their last set."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return dataclasses.asdict(self)
 
     def table(self) -> str:
@@ -133,20 +133,22 @@ def compare(
             f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95"
         )
     contents = [read_result(path) for path in (first, second)]
-    one, other = (content["sets"] for content in contents)
-    partners = {
-        name: partner for name in one if (partner := _partner(name, one, other)) is not None
-    }
+    one, other = (content.sets for content in contents)
+    partners: dict[str, str] = {}
+    for name in one:
+        partner = _partner(name, one, other)
+        if partner is not None:
+            partners[name] = partner
     if not partners:
         has = [", ".join(sets) or "no set" for sets in (one, other)]
         raise UserError(f"nothing to compare: {first} has {has[0]}, {second} has {has[1]}")
     for name, partner in partners.items():
-        scores = one[name]["score"], other[partner]["score"]
+        scores = one[name].score, other[partner].score
         if scores[0] != scores[1]:
             raise UserError(
                 f"{name} is scored by {scores[0]!r} in {first}, by {scores[1]!r} in {second}"
             )
-    settings = [flat(content.get("settings", {})) for content in contents]
+    settings = [flat(content.settings) for content in contents]
     keys = (settings[0].keys() | settings[1].keys()) - _OURS
     return Comparison(
         models=(_asked(contents[0]), _asked(contents[1])),
@@ -162,9 +164,7 @@ def compare(
             key for key in keys if settings[0].get(key) != settings[1].get(key)
         ),
         incomplete=[
-            which
-            for which, content in zip(("first", "second"), contents)
-            if not content.get("complete", True)
+            which for which, content in zip(("first", "second"), contents) if not content.complete
         ],
     )
 
@@ -175,16 +175,15 @@ _OURS = frozenset(
 """Settings without effect on answers, or reported elsewhere."""
 
 
-def _asked(content: Mapping[str, Any]) -> str:
+def _asked(content: StoredResult) -> str:
     """Return the model's name, for an address with its served model."""
-    model = str(content["model"])
-    name = content.get("settings", {}).get("name")
-    if name and model.startswith(("http://", "https://")):
-        return f"{name} at {model}"
-    return model
+    name = content.settings.get("name")
+    if name and content.model.startswith(("http://", "https://")):
+        return f"{name} at {content.model}"
+    return content.model
 
 
-def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def _partner(name: str, one: Collection[str], other: Collection[str]) -> str | None:
     """Return the other's set of the same name, else its only one of the same family with data
     elsewhere: gsm8k=here, gsm8k=there. Only equal tasks of two sets are ever paired.
     """
@@ -211,7 +210,7 @@ def compare_seeds(
     shared by all: second minus first, with intervals for other tasks and other seeds. Raises
     UserError for files other than evaluations.
     """
-    sides = [[read_result(path)["sets"] for path in side] for side in (first, second)]
+    sides = [[read_result(path).sets for path in side] for side in (first, second)]
     names = [name for name in sides[0][0] if all(name in sets for side in sides for sets in side)]
     return [
         _compared(
@@ -223,12 +222,12 @@ def compare_seeds(
 
 def _compared(
     name: str,
-    one: Sequence[Mapping[str, Any]],
-    other: Sequence[Mapping[str, Any]],
+    one: Sequence[StoredSet],
+    other: Sequence[StoredSet],
     confidence: float,
 ) -> SetComparison:
     """Compare a set in the evaluations of one or several seeds."""
-    firsts, seconds = ([_by_key(result["tasks"]) for result in side] for side in (one, other))
+    firsts, seconds = ([_by_key(result.tasks) for result in side] for side in (one, other))
     runs = [*firsts, *seconds]
     shared = [key for key in runs[0] if all(key in run for run in runs)]
     first, second = ([_pooled(run, shared) for run in side] for side in (firsts, seconds))
@@ -240,7 +239,7 @@ def _compared(
             means.append(statistics.fmean(statistics.fmean(run[k]) for run in side for k in graded))
     return SetComparison(
         name=name,
-        score=str(one[0]["score"]),
+        score=one[0].score,
         first=means[0] if means else None,
         second=means[1] if means else None,
         difference=difference_over_seeds(first, second, confidence),
@@ -255,12 +254,11 @@ def _pooled(run: Mapping[Key, list[float]], keys: Sequence[Key]) -> list[list[fl
     return pooled([key[:2] for key in keys], [run[key] for key in keys])
 
 
-def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:
+def _by_key(rows: Sequence[TaskScores]) -> dict[Key, list[float]]:
     """Return scores by id, digest of the messages, and number of equal tasks before."""
     seen: Counter[tuple[str, str]] = Counter()
     found: dict[Key, list[float]] = {}
     for row in rows:
-        key = (row["id"], row["digest"])
-        found[(*key, seen[key])] = [score for score in row["scores"] if score is not None]
-        seen[key] += 1
+        found[(*row.key, seen[row.key])] = row.known
+        seen[row.key] += 1
     return found

@@ -7,25 +7,48 @@ import hashlib
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.errors import UserError
+from ttrl.facts import parse
 from ttrl.intervals import Estimate, estimate_mean, pass_at_k, pooled
+from ttrl.messages import JsonObject
 from ttrl.records import Sample
 from ttrl.rollouts.results import TaskResults
 from ttrl.system.files import write_text
 from ttrl.system.frames import data_frame
 from ttrl.tasks.task import Task
-from ttrl.text import counted, percent, si
+from ttrl.text import counted, percent, present, si
 
 if TYPE_CHECKING:
     from ttrl.system.frames import DataFrame
 
 FORMAT = 1
 """Version of the JSON; incremented if a reader would misread older files."""
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """A task of an evaluation; `compare` pairs these."""
+
+    id: str
+    digest: str
+    """Of its messages."""
+    scores: list[float | None]
+    """Each sample's; None for failed ones."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its identity in an evaluation."""
+        return self.id, self.digest
+
+    @property
+    def known(self) -> list[float]:
+        """Return the scores of the graded samples."""
+        return present(self.scores)
 
 
 @dataclass(kw_only=True)
@@ -64,15 +87,12 @@ class SetResult:
     seconds: float | None
     spend: float | None
     """Dollars for new samples; None without prices."""
-    tasks: list[dict[str, Any]] = field(repr=False)
-    """For each task: id, digest of its messages, and each sample's score; null for failed ones.
-    `compare` pairs these.
-    """
+    tasks: list[TaskScores] = field(repr=False)
 
     @property
     def accuracy_if_failed_are_wrong(self) -> float | None:
         """Return the mean with 0 for failed samples, in case failures hide wrong answers."""
-        by_task = pooled(map(task_key, self.tasks), [row["scores"] for row in self.tasks])
+        by_task = pooled([row.key for row in self.tasks], [row.scores for row in self.tasks])
         means = [statistics.fmean(score or 0.0 for score in scores) for scores in by_task if scores]
         if means:
             return statistics.fmean(means)
@@ -92,18 +112,17 @@ class SetResult:
     ) -> "SetResult":
         """Return the figures of `get_task_results`, in the order of the tasks."""
         stats = results.stats
-        rows: list[dict[str, Any]] = [
-            {
-                "id": task.id,
-                "digest": messages_digest(task),
-                "scores": [_score(sample, score) for sample in result.samples],
-            }
+        rows = [
+            TaskScores(
+                task.id,
+                messages_digest(task),
+                [_score(sample, score) for sample in result.samples],
+            )
             for task, result in zip(tasks, results, strict=True)
         ]
-        keys = [task_key(row) for row in rows]
+        keys = [row.key for row in rows]
         graded = pooled(keys, [result.graded for result in results])
-        known = [[score for score in row["scores"] if score is not None] for row in rows]
-        scores = pooled(keys, known)
+        scores = pooled(keys, [row.known for row in rows])
         rewards = pooled(keys, [result.rewards for result in results])
         names = dict.fromkeys(
             metric for samples in graded for sample in samples for metric in sample.scores
@@ -131,7 +150,7 @@ class SetResult:
             num_tasks=stats.num_tasks,
             num_repeats=len(rows) - len(scores),
             num_samples=stats.num_samples,
-            num_failed=sum(score is None for row in rows for score in row["scores"]),
+            num_failed=sum(score is None for row in rows for score in row.scores),
             failures=dict(stats.exceptions),
             num_truncated=stats.finish_reasons.get("length", 0),
             num_cached=stats.num_cached,
@@ -155,7 +174,7 @@ class SetResult:
         shown = "; ".join(filter(None, notes))
         return f"{name} {_number(estimate.mean)}" + (f" ({shown})" if shown else "")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         row = dataclasses.asdict(self)
         row["pass_at"] = {str(k): estimate for k, estimate in row["pass_at"].items()}
         row["accuracy_if_failed_are_wrong"] = self.accuracy_if_failed_are_wrong
@@ -182,7 +201,7 @@ class EvalResult:
             raise KeyError(f"{name!r}; there are {', '.join(one.name for one in self.sets)}")
         return found
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {
             "format": FORMAT,
             "model": self.model,
@@ -201,14 +220,14 @@ class EvalResult:
         rows = [
             {
                 "set": one.name,
-                "task_id": task["id"],
-                "digest": task["digest"],
+                "task_id": task.id,
+                "digest": task.digest,
                 "sample": number,
                 "score": score,
             }
             for one in self.sets
             for task in one.tasks
-            for number, score in enumerate(task["scores"])
+            for number, score in enumerate(task.scores)
         ]
         return data_frame(rows, columns=("set", "task_id", "digest", "sample", "score"))
 
@@ -262,11 +281,6 @@ class EvalResult:
                     "with a higher limit the model might do better"
                 )
         return "\n".join(lines)
-
-
-def task_key(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a task's identity in an evaluation: id, and digest of the messages."""
-    return row["id"], row["digest"]
 
 
 def messages_digest(task: Task) -> str:
@@ -339,19 +353,33 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class StoredSet:
+    """The figures of a set for comparisons."""
+
+    score: str
+    tasks: list[TaskScores]
+
+
+@dataclass(frozen=True)
+class StoredResult:
+    """The JSON of an evaluation, as far as it is read again."""
+
+    format: Literal[1]
+    sets: dict[str, StoredSet]
+    model: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    complete: bool = True
+
+
+def read_result(path: str | os.PathLike[str]) -> StoredResult:
     """Read the JSON of an evaluation. Raises UserError for any other file."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return parse(StoredResult, Path(path).read_bytes())
+    except OSError as error:
         raise UserError(f"{path}: cannot be read as the result of an evaluation: {error}") from None
-    if (
-        not isinstance(content, dict)
-        or content.get("format") != FORMAT
-        or not isinstance(content.get("sets"), dict)
-    ):
+    except ValueError as error:
         raise UserError(
-            f"{path} is not a result of ttrl eval (format {FORMAT}); give a file that `ttrl eval "
-            "--output` wrote"
-        )
-    return content
+            f"{path} is not a result of ttrl eval (format {FORMAT}): {error}; give a file that "
+            "`ttrl eval --output` wrote"
+        ) from None

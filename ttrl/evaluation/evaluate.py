@@ -29,6 +29,7 @@ from ttrl.configs.vllm_arguments import argument_problems
 from ttrl.errors import ConfigError, ModelFolderError, ServerError, TtrlError, UserError, complaints
 from ttrl.evaluation.eval_results import EvalResult, SetResult, read_result
 from ttrl.evaluation.families import GENERATED_BY_DEFAULT, TaskSpec
+from ttrl.messages import JsonObject
 from ttrl.ready_models import is_ready, ready_model
 from ttrl.registries import FAMILIES
 from ttrl.rollouts.cache.completions import Cache
@@ -150,7 +151,8 @@ class EvalConfig(Config):
         if not self.model:
             found.append("model is ''; give a model folder, a name on the hub, or an address")
         found += self.at_least(1, "n", "max_tokens", "concurrency", "samples_per_task")
-        if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples_per_task]:
+        wrong = [k for k in self.pass_at if not 1 <= k <= self.samples_per_task]
+        if wrong:
             found.append(
                 f"pass_at has {wrong}; pass@k needs samples_per_task >= k >= 1, and that is "
                 f"{self.samples_per_task}"
@@ -202,9 +204,9 @@ class EvalConfig(Config):
                 "give weights_digest (--weights-digest), a name that changes with the weights"
             )
 
-    def sampling_params(self) -> dict[str, Any]:
+    def sampling_params(self) -> Mapping[str, Any]:
         """Return the parameters of each request."""
-        params: dict[str, Any] = {"logprobs": False}
+        params: dict[str, object] = {"logprobs": False}
         temperature = self.temperature
         if temperature is None and "temperature" not in self.params:
             if self.samples_per_task == 1:
@@ -517,7 +519,7 @@ def _samples(path: str | os.PathLike[str] | None) -> Any:
     """Yield a list and write it as JSON lines at the end, even after an error; None writes
     nothing.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     try:
         yield rows
     finally:

@@ -93,7 +93,7 @@ class TaskSpec:
         """
         family = FAMILIES[self.family]
         path = self.path if self.path is not None else family.data
-        arguments: dict[str, Any] = {**family.options, **self.options}
+        arguments = {**family.options, **self.options}
         if path is not None:
             arguments["path"] = path
         count = n

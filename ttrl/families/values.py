@@ -17,7 +17,7 @@ _OLDER_NAMES = {
 }
 
 
-def model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def model_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of a config.json's text part, under the names of today: GPT-2 has older
     ones.
     """

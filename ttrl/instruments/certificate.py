@@ -412,18 +412,18 @@ def _try_holding_out(device: torch.device) -> tuple[bool | None, str]:
     for _ in range(2):  # the second time, the memory is there
         _wait(device)
         began = time.perf_counter()
-        said = memory.write(
+        parts = memory.write(
             [Held(name, (tensor,)) for name, tensor in tensors.items()], torch.bfloat16
         )
         seconds.append(time.perf_counter() - began)
-    read = load_file(said["memory"])
+    read = load_file(memory.path)
     wanted = {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
     digests = {
         name: hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
         for name, tensor in wanted.items()
     }
     same = all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
-    same &= digests == {name: digest for name, _, _, digest in said["parts"]}
+    same &= digests == {name: digest for name, _, _, digest in parts}
     memory.close()
     size = sum(tensor.nbytes for tensor in wanted.values()) / 2**20
     return same, (

@@ -8,7 +8,6 @@ own train.log while it trains. Any failure ends it, with the one-shot form's mes
 """
 
 import contextlib
-import json
 import secrets
 import shutil
 import tempfile
@@ -17,11 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ttrl.configs.machines import divided_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
+from ttrl.facts import SamplerTrainer, parse
 from ttrl.launch.nodes import PROGRESS_FILE
 from ttrl.launch.tune import (
     TrainerProcess,
@@ -31,11 +29,11 @@ from ttrl.launch.tune import (
     tune_command,
     write_recipe_config,
 )
+from ttrl.records import Handover
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
 from ttrl.system.gpus import visible_devices
 from ttrl.system.request_folder import LOOK_SECONDS, RequestFolder
-from ttrl.weights.source import Handover
 
 # Fixed when a process starts; any other setting may differ between requests.
 PROCESS_SETTINGS = ("device", "num_threads", "tensor_parallel", "cpu_offload")
@@ -74,12 +72,10 @@ class Trainer:
         self._private: tempfile.TemporaryDirectory[str] | None = None
         """Meeting place of its processes."""
         self._asked = 0
-        self._made_of: dict[str, Any] = {}
+        self._made_of: dict[str, object] = {}
         self._handed_over: tuple[int, Handover] | None = None
         self._is_writing = False
         self._holding: int | None = None
-        self.compared: dict[str, Any] | None = None
-        """Comparison of sampler and trainer in the last transfer, for train.jsonl."""
 
     def start(self, recipe_config: Mapping[str, Any]) -> None:
         """Start the resident process; it loads the model of `recipe_config` (its pack is not needed
@@ -181,9 +177,7 @@ class Trainer:
         self._holding = None
         process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
         if handover.exists():
-            said = json.loads(handover.read_text(encoding="utf-8"))
-            self.compared = said.get("compared")
-            self._handed_over = number, msgspec.convert(said, Handover)
+            self._handed_over = number, parse(Handover, handover.read_bytes())
             self._is_writing, self._holding = (
                 True,
                 None if recipe_config.get("save", True) else number,
@@ -228,6 +222,13 @@ class Trainer:
         if found is not None and found[0] == number:
             return found[1]
         return None
+
+    @property
+    def compared(self) -> SamplerTrainer | None:
+        """Return the last transfer's comparison of sampler and trainer, for train.jsonl."""
+        if self._handed_over is None:
+            return None
+        return self._handed_over[1].compared
 
     def stop(self) -> None:
         """End the process at any point of its work. Harmless without one."""

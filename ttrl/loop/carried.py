@@ -7,13 +7,13 @@ sampled their first tokens: staleness is the number of iterations between it and
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ttrl.facts import RolloutsFacts, Staleness, Unfinished
 from ttrl.messages import Message
 from ttrl.records import Sample, TaskResult
-from ttrl.rollouts.results import TaskResults, TaskUsage, is_unfinished
+from ttrl.rollouts.results import TaskResults, is_unfinished
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.task import Task
@@ -140,23 +140,3 @@ def left_unfinished(groups: Sequence[TaskResult]) -> Unfinished:
         samples=sum(is_unfinished(sample) for group in left for sample in group.samples),
         tokens=sum(map(num_tokens, left)),
     )
-
-
-def usage_of(groups: Mapping[int, TaskResult], carried: Sequence[TaskResult]) -> list[TaskUsage]:
-    """Return the tokens of groups, given by their places; earlier tokens of the first
-    `len(carried)` are not new.
-    """
-    usage = []
-    for place, group in groups.items():
-        if place < len(carried):
-            had = num_tokens(carried[place])
-        else:
-            had = 0
-        prompt = max((len(sample.prompt_token_ids or ()) for sample in group.samples), default=0)
-        tokens = num_tokens(group)
-        usage.append(
-            TaskUsage(
-                prompt=prompt, completion=tokens, new_prompt=prompt, new_completion=tokens - had
-            )
-        )
-    return usage

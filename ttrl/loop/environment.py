@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,10 @@ def git_commit(folder: Path) -> str | None:
     return commit + ("+changes" if changes else "")
 
 
-def describe_environment() -> dict[str, Any]:
+def describe_environment() -> Mapping[str, Any]:
     """Return versions, hardware and git commit, but neither machine name nor user."""
     gpus = [gpu.name for gpu in devices_here()]
+    versions = {name: _version(name) for name in _PACKAGES}
     return {
         "ttrl": __version__,
         "git_commit": git_commit(Path(__file__).parent),
@@ -60,5 +62,5 @@ def describe_environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpus": gpus,
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {name: version for name, version in versions.items() if version},
     }

@@ -21,7 +21,7 @@ checkpoints.
 import functools
 
 from ttrl.errors import DriftError
-from ttrl.facts import Flops, MetricsRow, SamplerTrainer, read_facts
+from ttrl.facts import Flops, MetricsRow
 from ttrl.loop.environment import describe_environment
 from ttrl.loop.jobs import Jobs, PhaseJob
 from ttrl.loop.machine_use import MachineWatch
@@ -146,7 +146,7 @@ class Iterations:
         self._phases.train_policy(number)
         compared = None
         if number in self._folder.held:
-            compared = read_facts(SamplerTrainer, self._phases.trainer.compared or {})
+            compared = self._phases.trainer.compared
         try:  # before the policy samples
             check_drift(
                 self._config,

@@ -20,6 +20,7 @@ from ttrl.facts import GpuUse, MachineUse, PhaseUse
 from ttrl.loop.timeline import Timeline
 from ttrl.system.console import clock
 from ttrl.system.gpus import visible_handles
+from ttrl.text import present
 
 SECONDS = 1.0
 """Time between two looks."""
@@ -108,7 +109,7 @@ def _gpu_means(looks: Sequence[GpuUse]) -> GpuUse:
 
 def _mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the known values."""
-    known = [value for value in values if value is not None]
+    known = present(values)
     if known:
         return statistics.fmean(known)
     return None

@@ -22,11 +22,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ttrl.configs.base import Settings
 from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import sampling_flops
 from ttrl.costs.parameters import ModelShape, model_shape
-from ttrl.errors import ServerError, TrainerDiedError
+from ttrl.errors import ModelFolderError, ServerError, TrainerDiedError
 from ttrl.facts import (
     PackFacts,
     PrepareFacts,
@@ -53,7 +54,7 @@ from ttrl.loop.sampling_phase import Sampler, Workers
 from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
 from ttrl.plans.planner import write_plan
-from ttrl.records import CANARY_FILE, TaskResult
+from ttrl.records import CANARY_FILE, Canary, TaskResult
 from ttrl.rollouts.client.wire import EXPERTS
 from ttrl.rollouts.early_stop import InferenceEarlyStop
 from ttrl.rollouts.results import TaskResults
@@ -64,6 +65,7 @@ from ttrl.system.files import (
     atomic_folder,
     model_files,
     read_jsonl,
+    read_object,
     remove_folder,
     remove_leftovers,
     write_jsonl,
@@ -156,7 +158,7 @@ class Phases:
                 {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype],
                 self.config.context,
             )
-            is_known = _canary_made_in(canary) == computed
+            is_known = _canary_made_in(self.model) == computed
             if is_known:
                 (temporary / CANARY_FILE).write_bytes(canary.read_bytes())
         if not is_known:
@@ -399,7 +401,7 @@ class Phases:
 
     @functools.cached_property
     def _shape(self) -> ModelShape:
-        return model_shape(json.loads((self.model / "config.json").read_text(encoding="utf-8")))
+        return model_shape(read_object(self.model / "config.json"))
 
     # Training
 
@@ -425,7 +427,7 @@ class Phases:
         """
         config = self.recipe_config(number)
         if not Path(config["model"], "config.json").is_file():  # iteration 0 has not been prepared
-            config["model"] = str(self.model)
+            config = {**config, "model": str(self.model)}
         self.trainer.start(config)
 
     def train_policy(self, number: int) -> None:
@@ -504,7 +506,7 @@ class Phases:
             facts = SaveFacts(seconds=clock() - began)
             iteration.mark(facts, _POLICY, _known_digests(iteration.path))
 
-    def _ask_trainer(self, number: int, changes: dict[str, Any] | None) -> None:
+    def _ask_trainer(self, number: int, changes: Settings | None) -> None:
         """Run the trainer on an iteration's recipe config with `changes`; None: only hold the
         starting policy. A killed trainer is restarted and retrains every policy without files.
         Raises TrainerError, StorageError.
@@ -516,7 +518,7 @@ class Phases:
                 for lost in self._lost(number - 1):
                     self._train_again(lost)
                 if changes is not None:
-                    config = self.recipe_config(number) | changes
+                    config = {**self.recipe_config(number), **changes}
                     self._ask_once(number if config["packed"] else number - 1, config)
                 break
             except TrainerDiedError as error:
@@ -542,16 +544,15 @@ class Phases:
         )
         folder = self.folder.path / _AGAIN
         iteration = self.folder.iteration(number)
-        self._ask_once(
-            number, self.recipe_config(number) | {"output_dir": str(folder), "save": False}
-        )
+        changes = {"output_dir": str(folder), "save": False}
+        self._ask_once(number, {**self.recipe_config(number), **changes})
         if self.trainer.holding != number:  # it could not keep them in memory, and wrote them
             for name in _POLICY:
                 remove_folder(iteration.path / name)
                 os.replace(folder / name, iteration.path / name)
             iteration.mark(SaveFacts(), _POLICY, _known_digests(iteration.path))
 
-    def _ask_once(self, number: int, recipe_config: dict[str, Any]) -> None:
+    def _ask_once(self, number: int, recipe_config: Settings) -> None:
         folder = Path(recipe_config["output_dir"])
         if recipe_config["packed"]:
             (folder / "train.jsonl").unlink(missing_ok=True)
@@ -559,7 +560,8 @@ class Phases:
             with contextlib.suppress(OSError):
                 remove_leftovers(folder, name)
         self.trainer.make_checkpoint(number, recipe_config)
-        if recipe_config["packed"] and (handover := self.trainer.handover(number)) is not None:
+        handover = self.trainer.handover(number) if recipe_config["packed"] else None
+        if handover is not None:
             check_bits(
                 self.folder.iteration(number),
                 handover.digests,
@@ -587,7 +589,7 @@ class Phases:
             f"note: {str(error).splitlines()[0][:200]}; starting it again (see logs/)"
         )
 
-    def recipe_config(self, number: int) -> dict[str, Any]:
+    def recipe_config(self, number: int) -> Settings:
         """Return the recipe's config for an iteration."""
         config = self.config
         iteration = self.folder.iteration(number)
@@ -660,19 +662,18 @@ def _known_digests(iteration: Path) -> dict[str, str]:
         if file.is_file():
             known |= {
                 f"{file.parent.name}/{of}": sha
-                for of, sha in json.loads(file.read_text()).get("files", {}).items()
+                for of, sha in read_object(file).get("files", {}).items()
             }
     return known
 
 
-def _canary_made_in(path: Path) -> tuple[str, int | None] | None:
+def _canary_made_in(model: Path) -> tuple[str, int | None] | None:
     """Return dtype and context of a canary in the starting model's folder; None without one, or for
     a half-precision canary without its measured cost."""
     try:
-        content = json.loads(path.read_text())
-        known = content["dtype"] == "float32" or content["half_precision"]
-        if known:
-            return (content["dtype"], content.get("context"))
+        canary = Canary.load(model)
+    except ModelFolderError:
         return None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    if canary.dtype == "float32" or canary.half_precision is not None:
+        return canary.dtype, canary.context
+    return None

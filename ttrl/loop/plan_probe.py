@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.facts import MetricsRow
@@ -45,9 +46,9 @@ def probe(
     """Run a probe. made: the rough plan, to size the probe. Raises UserError, and any error of a
     run.
     """
-    changes: dict[str, Any] = {}
+    made_up: Settings = {}
     if not tasks:
-        tasks, changes = _made_up_tasks(config, assumptions, made)
+        tasks, made_up = _made_up_tasks(config, assumptions, made)
     affordable = PROBE_SECONDS / _ITERATIONS / max(made.seconds.iteration, 1e-3)
     count = min(
         config.tasks_per_iteration,
@@ -56,27 +57,24 @@ def probe(
     share = count / config.tasks_per_iteration
     held_out = validation_tasks[: max(1, round(share * len(validation_tasks)))]
     with tempfile.TemporaryDirectory(prefix="ttrl-probe-") as folder, ProcessMemory() as memory:
-        changes |= {
-            "run": str(Path(folder, "run")),
-            "iterations": _ITERATIONS,
-            "stop_at": None,
-            "cache": [],
-        }
-        changes["validate_every"] = 1
-        changes |= {
-            "tasks_per_iteration": count,
-            "tokens_per_iteration": None,
-            "max_staleness": None,
-        }
-        changes |= {
-            "dynamic_sampling": None,
-            "max_extra_tasks": None,
-            "loggers": [],
-            "mirror": None,
-        }
-        probed = dataclasses.replace(config, **changes)
+        probed = dataclasses.replace(
+            config,
+            run=str(Path(folder, "run")),
+            iterations=_ITERATIONS,
+            stop_at=None,
+            cache=[],
+            validate_every=1,
+            tasks_per_iteration=count,
+            tokens_per_iteration=None,
+            max_staleness=None,
+            dynamic_sampling=None,
+            max_extra_tasks=None,
+            loggers=[],
+            mirror=None,
+            **made_up,
+        )
         train_checked(probed, tasks, held_out, quiet=True)
-        rows = RunFolder(changes["run"]).metrics()
+        rows = RunFolder(probed.run).metrics()
         signal = signal_share(rows)
         found = run_lengths(
             iteration_folders(Path(folder, "run")), assumptions.signal_share or signal or None
@@ -86,7 +84,7 @@ def probe(
             "the probe sampled nothing, so there is nothing to plan from; `ttrl tasks try` shows "
             "what tasks do"
         )
-    if "sampling" in changes:
+    if made_up:
         completions_from = "assumed"
     else:
         completions_from = "probe"
@@ -151,7 +149,7 @@ def _saving(rows: Sequence[MetricsRow]) -> float:
 
 def _made_up_tasks(
     config: TrainConfig, assumptions: Assumptions, made: Plan
-) -> tuple[list[Task], dict[str, Any]]:
+) -> tuple[list[Task], Settings]:
     """Make tasks with prompts of about the planned length and different rewards within each group;
     and settings to make every completion as long as the assumed mean."""
     from transformers import AutoTokenizer

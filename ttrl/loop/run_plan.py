@@ -1,8 +1,8 @@
 """Plan a run with `plan(config, tasks)`; with `probe=True`, measure it in a short similar run."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
@@ -40,12 +40,17 @@ def plan(
 
     Raises ConfigError, ModelFolderError, UserError; with `probe`, any error of a run.
     """
-    options: dict[str, Any] = {
-        "gpu": gpu,
-        "price_per_hour": price_per_hour,
-        "recipe_only": recipe_only,
-        "run": run,
-    }
+    planned = functools.partial(
+        make_plan,
+        config,
+        tasks,
+        validation_tasks,
+        assumptions=assumptions,
+        gpu=gpu,
+        price_per_hour=price_per_hour,
+        recipe_only=recipe_only,
+        run=run,
+    )
     if probe and (gpu is not None or recipe_only):
         raise UserError(
             "a probe measures whole iterations on this machine: leave out "
@@ -56,7 +61,7 @@ def plan(
             "a probe measures this machine alone: leave out nnodes and joined_servers, or plan "
             "without a probe"
         )
-    made = make_plan(config, tasks, validation_tasks, assumptions=assumptions, **options)
+    made = planned()
     if not probe:
         return made
     from ttrl.loop.plan_probe import probe as run_probe
@@ -64,6 +69,4 @@ def plan(
     probed = run_probe(
         made, config, assumptions or Assumptions(), list(tasks), list(validation_tasks)
     )
-    return make_plan(
-        config, tasks, validation_tasks, assumptions=assumptions, probed=probed, **options
-    )
+    return planned(probed=probed)

@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TtrlError
-from ttrl.loop.carried import is_open, kept_groups, usage_of
+from ttrl.loop.carried import is_open, kept_groups, num_tokens
 from ttrl.loop.timeline import Timeline
 from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.divided import Worker, get_divided_results
 from ttrl.rollouts.request import Client, SamplingRequest
-from ttrl.rollouts.results import TaskResults
+from ttrl.rollouts.results import TaskResults, usage_of
 from ttrl.rollouts.task_results import sample_tasks
 from ttrl.system.console import Console, clock
 from ttrl.system.coroutines import run_async
@@ -150,6 +150,7 @@ class Sampler:
         every sample failed.
         """
         done = dict(enumerate(known or ()))
+        earlier = dict(enumerate(map(num_tokens, carried)))
         kept: dict[int, TaskResult] = {}
         if partial is not None:
             kept = kept_groups(partial, tasks, request.n, request.weights_version, carried)
@@ -160,7 +161,8 @@ class Sampler:
         began = clock()
         left = None
         if budget is not None:
-            spent = sum(usage.new_completion for usage in usage_of(done, carried))
+            usage = (usage_of(group, earlier.get(place, 0)) for place, group in done.items())
+            spent = sum(one.new_completion for one in usage)
             left = max(1, budget - spent)
         while missing:
             with (
@@ -193,9 +195,8 @@ class Sampler:
             before = known.stats.seconds
             seconds = None if seconds is None or before is None else before + seconds
         groups = [done[place] for place in range(len(tasks))]
-        results = TaskResults(
-            groups, seconds=seconds, usage=usage_of(dict(enumerate(groups)), carried)
-        )
+        of_groups = [usage_of(group, earlier.get(n, 0)) for n, group in enumerate(groups)]
+        results = TaskResults(groups, seconds=seconds, usage=of_groups)
         results.raise_if_all_failed()
         return results
 

@@ -1,7 +1,7 @@
 """Provide the public `train`: check everything, announce the run, then load slow modules."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,26 +46,35 @@ def train(
     """
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks)
     console = Console(quiet=quiet)
-    given: dict[str, Any] = {
-        "quiet": quiet,
-        "allow_changes": allow_changes,
-        "take_over": take_over,
-        "redo": redo,
-    }
     if config.cluster is not None:
-        return _on_cluster(
-            config, given | {"tasks": tasks, "validation_tasks": validation_tasks}, console
-        )
+        given = {
+            "tasks": tasks,
+            "validation_tasks": validation_tasks,
+            "quiet": quiet,
+            "take_over": take_over,
+            # Resolve these in our environment.
+            "redo": redo_asked(redo),
+            "allow_changes": allowed_names(allow_changes),
+        }
+        return _on_cluster(config, given, console)
     config = with_local_run(config)
     what = f"{config.iterations} iteration{'s' * (config.iterations != 1)} of {config.model}"
     console.line(f"{config.run}: {what}; loading PyTorch first")
     with console.interruptible(f"the same command continues {config.run}"):
         from ttrl.loop.train import train_checked
 
-        return train_checked(config, tasks, validation_tasks, **given)
+        return train_checked(
+            config,
+            tasks,
+            validation_tasks,
+            quiet=quiet,
+            allow_changes=allow_changes,
+            take_over=take_over,
+            redo=redo,
+        )
 
 
-def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) -> "RunResult":
+def _on_cluster(config: TrainConfig, given: Mapping[str, object], console: Console) -> "RunResult":
     """Run the training on the cluster, and wait. Raises UserError without Ray."""
     try:
         from ttrl.cluster.lead import run_detached
@@ -80,13 +89,8 @@ def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) ->
         model = config.model
     # Other machines start in other folders.
     config = replace(config, run=os.path.abspath(config.run), model=model)
-    # Resolve these in our environment.
-    given |= {
-        "redo": redo_asked(given["redo"]),
-        "allow_changes": allowed_names(given["allow_changes"]),
-    }
     with console.interruptible(f"the same command continues {config.run}"):
-        result: RunResult = run_detached(config, _lead, given | {"config": config}, console)
+        result: RunResult = run_detached(config, _lead, {**given, "config": config}, console)
         return result
 
 

@@ -65,7 +65,7 @@ class RunResult:
     """The newest policy, in Hugging Face layout."""
     best_checkpoint: Path
     """The policy with the best validation metric; without validation, the newest one."""
-    metrics: list[dict[str, Any]]
+    metrics: list[Mapping[str, Any]]
     """One row per iteration, including the model before training (0), as in metrics.jsonl."""
     report: Path
 

@@ -170,7 +170,8 @@ def check_drift(
         compared or SamplerTrainer(), folder.policy_version(number - 1), config.recipe_settings
     )
     path = folder.iteration(number).path / DRIFT_FILE
-    if judged is None or not (beyond := exceeded(judged.figures, limits_of(config))):
+    beyond = [] if judged is None else exceeded(judged.figures, limits_of(config))
+    if judged is None or not beyond:
         # Left by an earlier start with other limits; the report would still show it.
         path.unlink(missing_ok=True)
         return None
@@ -224,7 +225,7 @@ def check_drift(
     return report
 
 
-def _server_info(ask: Callable[[str], Any] | None) -> dict[str, Any] | None:
+def _server_info(ask: Callable[[str], Any] | None) -> Mapping[str, Any] | None:
     """Ask vLLM for its configuration; None without an answer."""
     if ask is None:
         return None

@@ -393,7 +393,8 @@ def _dtype(e: Evidence) -> Cause:
             f"the server computes in {served.removeprefix('torch.')}, the trainer in {mine}",
             "give both one dtype",
         )
-    if mine == "float32" and (stored := _stored_dtypes(e.model)) and stored - {"F32"}:
+    stored = _stored_dtypes(e.model) if mine == "float32" else set()
+    if stored - {"F32"}:
         found = (
             f"the server loads weights stored in {', '.join(sorted(stored))}; a trainer that "
             "keeps them in float32 has others"
@@ -485,9 +486,8 @@ def _adapters(e: Evidence) -> Cause:
         folders = [e.model, e.model / "adapter"]
     else:
         folders = []
-    adapter = next(
-        (found for folder in folders if (found := read_mapping(folder / "adapter_config.json"))), {}
-    )
+    settings = (read_mapping(folder / "adapter_config.json") for folder in folders)
+    adapter = next(filter(None, settings), {})
     if not adapter:
         return Cause(
             name,
@@ -535,9 +535,8 @@ def _tensors(model: Path | None) -> list[StoredTensor]:
     else:
         base = read_mapping(model / "adapter" / "ttrl_adapter.json").get("lora_base")
     folders = [Path(folder) for folder in (model, base) if folder is not None]
-    for path in next(
-        (found for folder in folders if (found := sorted(folder.glob("*.safetensors")))), []
-    ):
+    files = (sorted(folder.glob("*.safetensors")) for folder in folders)
+    for path in next(filter(None, files), []):
         with contextlib.suppress(OSError, ModelFolderError):
             tensors += stored_tensors(path)
     return tensors

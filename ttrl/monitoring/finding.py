@@ -4,9 +4,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from ttrl.facts import MetricsRow, Pick, held_out, number
+from ttrl.configs.base import Settings
+from ttrl.facts import MetricsRow, Pick, held_out, number, numbers, points
 
 RECENT = 5
 """Iterations judged together: one is noise, and twenty would tell a person too late."""
@@ -38,7 +39,7 @@ class History:
     """The rows of a run, with queries for the rules."""
 
     rows: list[MetricsRow]
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Settings = field(default_factory=dict)
 
     @property
     def iterations(self) -> list[MetricsRow]:
@@ -59,17 +60,11 @@ class History:
 
     def values(self, pick: Pick, rows: Sequence[MetricsRow] | None = None) -> list[float]:
         """Return the known values of a figure, in order."""
-        return [
-            known
-            for row in (self.iterations if rows is None else rows)
-            if (known := number(pick(row))) is not None
-        ]
+        return numbers(map(pick, self.iterations if rows is None else rows))
 
     def points(self, pick: Pick) -> list[tuple[int, float]]:
         """Return [(iteration, value)] of all rows with the figure, the starting model included."""
-        return [
-            (row.iteration, known) for row in self.rows if (known := number(pick(row))) is not None
-        ]
+        return points(self.rows, pick)
 
     def now(self, pick: Pick) -> float | None:
         """Return the mean over the recent iterations; None without values."""

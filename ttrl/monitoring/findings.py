@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ttrl.facts import Difference, MetricsRow, held_out, metric, number
+from ttrl.facts import Difference, MetricsRow, held_out, metric, points
 from ttrl.monitoring.drift import exceeded, judged_figures, limits
 from ttrl.monitoring.finding import RECENT, Examples, Finding, History, Severity, Trend, trend
 from ttrl.run_folder.metrics import TOO_LONG_WORDS
-from ttrl.text import compact, percent
+from ttrl.text import compact, percent, present
 
 Judge = Callable[[History], str | tuple[Severity, str] | None]
 """Returns the finding's title, or None. A pair also sets a severity other than the rule's."""
@@ -70,7 +70,7 @@ def findings(rows: Sequence[MetricsRow], config: Mapping[str, Any] | None = None
     """Return the findings of a run. rows: of metrics.jsonl; missing or null figures are skipped.
     config: config.yaml's content, for limits set by the person."""
     history = History(list(rows), dict(config or {}))
-    found = [finding for one in RULES if (finding := one.finding(history)) is not None]
+    found = present(one.finding(history) for one in RULES)
     return sorted(found, key=lambda finding: ("stop", "warn", "note").index(finding.severity))
 
 
@@ -103,7 +103,8 @@ def drift(h: History) -> str | None:
                 compared, max(before, default=0), training if isinstance(training, dict) else {}
             )
             figures = None if judged is None else judged.figures
-        if figures is not None and (beyond := exceeded(figures, held_to)):
+        beyond = [] if figures is None else exceeded(figures, held_to)
+        if beyond:
             return (
                 f"In iteration {row.iteration}, sampler and trainer did not compute the same "
                 f"({'; '.join(beyond)})."
@@ -149,9 +150,7 @@ def no_gradient(h: History) -> str | None:
 
 
 def _training_rewards(h: History) -> list[tuple[int, float]]:
-    return [
-        (row.iteration, known) for row in h.iterations if (known := number(row.reward)) is not None
-    ]
+    return points(h.iterations, metric("reward"))
 
 
 def _at_the_top(values: Sequence[float]) -> bool:
@@ -463,9 +462,7 @@ def failures(h: History) -> tuple[Severity, str] | None:
 
 @rule("warn", "train.jsonl names the tokens. Lower lr, clip advantages, or train in fp32.")
 def skipped_steps(h: History) -> str | None:
-    skipped = {
-        row.iteration: count for row in h.iterations if (count := row.train.skipped or 0) > 0
-    }
+    skipped = {row.iteration: row.train.skipped for row in h.iterations if row.train.skipped}
     if not skipped:
         return None
     steps = f"{sum(skipped.values()):g} optimizer steps were skipped in {_named(list(skipped))}"

@@ -9,7 +9,6 @@ is reported once and never stops a run.
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import numbers
@@ -29,7 +28,7 @@ from ttrl.registries import LOGGERS
 from ttrl.run_folder.metrics import STATE_FILE, read_seen
 from ttrl.run_folder.owner import shown_words
 from ttrl.system.console import Console
-from ttrl.system.files import write_json
+from ttrl.system.files import read_object, write_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -149,13 +148,14 @@ def make_loggers(
     return Loggers(made, folder / "logs" / STATE_FILE)
 
 
-def _make(name: str, arguments: dict[str, Any], run: LoggedRun) -> MetricLogger:
+def _make(name: str, arguments: Mapping[str, Any], run: LoggedRun) -> MetricLogger:
     one: MetricLogger
     if name in LOGGERS:
         one = pkgutil.resolve_name(LOGGERS[name].make)(run, **arguments)
     else:
         if "log_dir" in arguments:
-            arguments["log_dir"] = str(run.folder / arguments["log_dir"])
+            folder = str(run.folder / arguments["log_dir"])
+            arguments = {**arguments, "log_dir": folder}
         one = pkgutil.resolve_name(name)(**arguments)
     if not callable(getattr(one, "log_dict", None)) or not callable(getattr(one, "close", None)):
         raise ValueError(
@@ -226,12 +226,12 @@ class WandB:
         logs = run.folder / "logs"
         id_path = logs / "wandb_id.json"
         try:
-            run_id = json.loads(id_path.read_text(encoding="utf-8"))["id"]
+            run_id = read_object(id_path)["id"]
         except (OSError, ValueError, KeyError, TypeError):
             run_id = uuid.uuid4().hex[:12]
             write_json(id_path, {"id": run_id})
         logs.mkdir(parents=True, exist_ok=True)
-        given: dict[str, Any] = {
+        given = {
             "project": "ttrl",
             "name": run.folder.name,
             "dir": str(logs),
@@ -240,9 +240,9 @@ class WandB:
         }
         # Its console capture would take over the person's standard output.
         settings = wandb.Settings(console="off", silent=True)
-        given |= {"config": without_secrets(run.config), "settings": settings}
+        config = without_secrets(run.config)
         with _harmless_command():
-            self._run = wandb.init(**{**given, **arguments})
+            self._run = wandb.init(**{"config": config, "settings": settings, **given, **arguments})
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         self._run.log(dict(payload), step=step)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ttrl.facts import MetricsRow, Pick, held_out, metric, number
+from ttrl.facts import MetricsRow, Pick, held_out, metric, number, numbers, points
 from ttrl.text import compact, percent
 
 _WINDOWS = (10, 20)
@@ -59,21 +59,20 @@ class Course:
             f"start {at(0)}, end {at(-1)}, best {at(best)}, worst {at(worst)}; up {up}, down "
             f"{down}, flat {flat}"
         )
-        windows = [
-            (window, found) for window in _WINDOWS if (found := self.moving(window)) is not None
-        ]
-        return ends + "".join(
-            f"; MA{window} {compact(mean)}, {'+' if slope >= 0 else ''}{compact(slope)} an "
-            "iteration"
-            for window, (mean, slope) in windows
-        )
+        for window in _WINDOWS:
+            moving = self.moving(window)
+            if moving is not None:
+                mean, slope = moving
+                sign = "+" if slope >= 0 else ""
+                ends += f"; MA{window} {compact(mean)}, {sign}{compact(slope)} an iteration"
+        return ends
 
 
 def course(rows: Sequence[MetricsRow], pick: Pick) -> Course | None:
     """Return the course of a figure; None with fewer than two values."""
-    known = [(value, row.iteration) for row in rows if (value := number(pick(row))) is not None]
+    known = points(rows, pick)
     if len(known) > 1:
-        return Course([value for value, _ in known], [iteration for _, iteration in known])
+        return Course([value for _, value in known], [iteration for iteration, _ in known])
     return None
 
 
@@ -102,17 +101,18 @@ def summary_lines(
         )
 
     def values(pick: Pick) -> list[float]:
-        return [value for row in rows if (value := number(pick(row))) is not None]
+        return numbers(map(pick, rows))
 
     parts = []
     lowest = values(lambda row: row.pack.advantages.lowest)
     if lowest:
         highest = values(lambda row: row.pack.advantages.highest)
         parts.append(f"advantages {compact(min(lowest))} to {compact(max(highest))}")
+    found = {title: values(pick) for title, pick in _MEANS.items()}
     means = [
-        f"{title} {(percent if title == 'its share' else compact)(statistics.fmean(found))}"
-        for title, pick in _MEANS.items()
-        if (found := values(pick))
+        f"{title} {(percent if title == 'its share' else compact)(statistics.fmean(of))}"
+        for title, of in found.items()
+        if of
     ]
     parts += [f"{', '.join(means)} (means)"] if means else []
     earned = sum((number(row.reward) or 0.0) * (row.samples or 0) for row in rows)

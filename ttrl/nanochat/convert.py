@@ -7,7 +7,6 @@ object of the files is built: torch loads weights alone (`weights_only`), and of
 tokenizer its ranks, pattern and special tokens are taken, by an unpickler with one class.
 """
 
-import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from ttrl.errors import UserError
 from ttrl.nanochat.modeling import ARCHITECTURE, Nanochat2026ForCausalLM, NanochatConfig
+from ttrl.system.files import read_object
 
 BOS = "<|bos|>"
 END_OF_TURN = "<|assistant_end|>"
@@ -118,7 +118,7 @@ def _files(source: Path) -> tuple[Path, Path]:
 def _settings(meta: Path) -> dict[str, Any]:
     """Return nanochat's GPTConfig."""
     try:
-        found = json.loads(meta.read_text(encoding="utf-8"))["model_config"]
+        found = read_object(meta)["model_config"]
         sizes = {
             name: int(found[name])
             for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")

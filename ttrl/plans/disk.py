@@ -6,7 +6,6 @@ run, the check takes the maximum under `max_tokens`, and a plan its expected len
 """
 
 import errno
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, StorageError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.pruning import most_kept
-from ttrl.system.files import free_bytes, size_of
+from ttrl.system.files import free_bytes, read_object, size_of
 from ttrl.text import si_spaced
 
 NEXT_ITERATIONS = 2
@@ -157,7 +156,7 @@ def _measured(folder: RunFolder, done: int) -> tuple[float, float] | None:
 def _estimated(config: TrainConfig, model: Path) -> tuple[float, float] | None:
     try:
         each = iteration_bytes(
-            json.loads((model / "config.json").read_text(encoding="utf-8")),
+            read_object(model / "config.json"),
             config.recipe_config({}),
         )
     # The costs do not cover this family; it may still train.

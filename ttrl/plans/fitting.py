@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.configs.vllm_arguments import lacks_argument
 from ttrl.costs.memory import Workload, training_memory
@@ -91,7 +92,7 @@ class Fit:
         self.memory = memory
         self.count = count
         self.host = host
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, object] = {}
         self.reasons: dict[str, str] = {}
         for name, value in placed.values.items():
             self._add(name, value, placed.reasons[name])
@@ -338,7 +339,7 @@ class Fit:
             self._add(f"training.{name}", value, why)
         return peak
 
-    def _ladder(self) -> Iterator[dict[str, Any]]:
+    def _ladder(self) -> Iterator[Settings]:
         """Yield the trainer's settings in the order of their cost.
 
         Settings without effect on results come before moments in 8 bits.

@@ -1,5 +1,6 @@
 """Read a run's measurements (rows of metrics.jsonl) in the terms of a plan."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,11 +40,10 @@ def measured_in_run(rows: Sequence[MetricsRow], source: str = "run") -> dict[str
     if not chosen:
         return {}
     phases = [row.by_phase() for row in chosen]
-    found = {
-        name: mean
-        for name in dict.fromkeys(name for row in phases for name in row)
-        if (mean := sum(row.get(name, 0.0) for row in phases) / len(phases))
-    }
+    totals: Counter[str] = Counter()
+    for row in phases:
+        totals.update(row)
+    found = {name: total / len(phases) for name, total in totals.items() if total}
     found["other"] = sum(row.unnamed for row in chosen) / len(chosen)
     found["iteration"] = sum(row.total or 0.0 for row in chosen) / len(chosen)
     if 0 in seconds and seconds[0].prepare is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.configs import GRPOConfig
+from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.plans.memory_plan import argument
 
@@ -73,7 +74,7 @@ def value_of(config: TrainConfig, name: str) -> Any:
     return value
 
 
-def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+def with_values(config: TrainConfig, values: Settings) -> TrainConfig:
     """Return a config with other values, by names such as "training.rows_per_microbatch"."""
     changes: dict[str, Any] = {}
     for name, value in values.items():

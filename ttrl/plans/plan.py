@@ -103,7 +103,7 @@ class Plan:
         """Return whether any phase's seconds are unmeasured."""
         return any(phase.source == "rough" for phase in self.seconds.phases.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Mapping[str, Any]:
         """Return plain values, as in plan.json."""
         values = dataclasses.asdict(self)
         values["work"]["fill"] = self.work.fill

@@ -54,7 +54,7 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.server.chat_template import read_chat_template
 from ttrl.server.model_folder import NO_HUB, hub_is_out_of_reach, stored_dtype
 from ttrl.system.console import note
-from ttrl.system.files import free_bytes
+from ttrl.system.files import free_bytes, read_object
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ def check_trainable(model: str, *, experts: bool = False) -> None:
         )
 
 
-def read_model_config(model: str) -> dict[str, Any]:
+def read_model_config(model: str) -> Mapping[str, Any]:
     """Read config.json of a model folder, its own path, or a name on the hub.
 
     Its dtype is the weights' own, if they are present. If the hub does not give the file, models
@@ -308,17 +308,13 @@ def read_model_config(model: str) -> dict[str, Any]:
         _say_published(model)
         return known
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_object(path)
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelFolderError(
-            f"{path} holds a {type(values).__name__}; a model's config.json holds an object"
-        )
     dtype = stored_dtype(path.parent)
     if dtype is None:
         return values
-    return values | {"dtype": dtype}
+    return {**values, "dtype": dtype}
 
 
 def config_file(model: str) -> Path:
@@ -363,13 +359,13 @@ def context_of(model: str) -> int | None:
     return None
 
 
-def published_config(model: str) -> dict[str, Any] | None:
+def published_config(model: str) -> Mapping[str, Any] | None:
     """Return the config of a model known without the hub; None for any other name."""
     return _published().get(model)
 
 
 @functools.cache
-def _published() -> dict[str, dict[str, Any]]:
+def _published() -> dict[str, Mapping[str, Any]]:
     """Read the configs of published models, by their names on the hub."""
     text = importlib.resources.files("ttrl.costs").joinpath("architectures.json").read_text("utf-8")
     return {name: config for config in json.loads(text).values() for name in config["hub"]}
@@ -416,14 +412,12 @@ def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list
     """Return the differences between a plan and the measured run, among settings with effect on
     seconds.
     """
-    if run is not None:
-        before = RunFolder(run).config()
-    else:
-        before = {}
+    before = {} if run is None else RunFolder(run).config()
     if not before:
         return []
-    before["model"] = str(ready_model(str(before.get("model"))) or before.get("model"))
-    changed = changes(TrainConfig.defaults() | before, config.to_dict())
+    model = str(ready_model(str(before.get("model"))) or before.get("model"))
+    settings = {**TrainConfig.defaults(), **before, "model": model}
+    changed = changes(settings, config.to_dict())
     return (["gpu"] if gpu is not None else []) + [
         name for name in changed if name not in _NO_SECONDS
     ]
@@ -492,8 +486,7 @@ def _task_counts(run: Path | None) -> dict[str, int]:
         return {}
     try:
         return {
-            name: int(entry["count"])
-            for name, entry in json.loads((run / "tasks.json").read_text()).items()
+            name: int(entry["count"]) for name, entry in read_object(run / "tasks.json").items()
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}

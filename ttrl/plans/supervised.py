@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs import GRPOConfig, SFTConfig
+from ttrl.configs.base import Settings
 from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
 from ttrl.costs.memory import IMPORTS, Workload, training_memory
 from ttrl.errors import complaints
@@ -64,7 +65,7 @@ class Hardware:
 class Fitted:
     """Hold the final settings of supervised training."""
 
-    settings: dict[str, Any]
+    settings: Settings
     """Of SFTConfig."""
     processes: int
     choices: Choices
@@ -80,11 +81,11 @@ class Fitted:
         return f"{_processes(self.processes)} in {dtype}, each with up to {of}"
 
 
-def start_settings(config: TrainConfig, own: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
+def start_settings(config: TrainConfig, own: Settings, *, cuda: bool) -> Settings:
     """Return the settings of supervised training before a run: the run's device, dtype and memory
     settings if they differ from SFTConfig's defaults, then `own`.
     """
-    given: dict[str, Any] = {"device": config.device, "context": config.context}
+    given: dict[str, object] = {"device": config.device, "context": config.context}
     given["dtype"] = config.dtype
     if config.dtype == "auto":
         given["dtype"] = "bf16" if cuda else "fp32"
@@ -98,7 +99,7 @@ def start_settings(config: TrainConfig, own: Mapping[str, Any], *, cuda: bool) -
     return {"model": config.model, "seed": config.seed, **settings, **own}
 
 
-def sft_settings(config: TrainConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+def sft_settings(config: TrainConfig, own: Settings) -> Settings:
     """Return the settings of supervised training for comparison with a run: its trainer's except
     for the learning rate, then `own`.
     """
@@ -111,7 +112,7 @@ def sft_settings(config: TrainConfig, own: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **own}
 
 
-def setting_problems(name: str, settings: Mapping[str, Any]) -> list[str]:
+def setting_problems(name: str, settings: Settings) -> list[str]:
     """Return the faults in supervised training's settings, one line each after `name`."""
     values = {**settings, "data": "", "output_dir": "", "steps": 1}
     if values.get("dtype") == "auto":
@@ -121,7 +122,7 @@ def setting_problems(name: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def fit_supervised(
-    settings: Mapping[str, Any],
+    settings: Settings,
     config: TrainConfig,
     hardware: Hardware,
     run: Path | None = None,
@@ -163,7 +164,7 @@ def fit_supervised(
     return Fitted(settings, made.processes_here, choices)
 
 
-def shape_of(config: TrainConfig) -> dict[str, Any]:
+def shape_of(config: TrainConfig) -> Mapping[str, Any]:
     """Return config.json of a run's model."""
     return read_model_config(str(ready_model(config.model) or config.model))
 

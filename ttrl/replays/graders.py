@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,11 +79,11 @@ class Regrader:
         self._paths = _source_files(sources if module is None else [module, *sources])
 
     @property
-    def described(self) -> dict[str, Any]:
+    def described(self) -> Mapping[str, Any]:
         """Return the entry for replay.json: the reference, digests of the code's files, their git
         commit, the tasks.
         """
-        described: dict[str, Any] = {
+        described: dict[str, object] = {
             self.kind: self.reference,
             "files": {_relative(path): digest(path) for path in self._paths},
             "git_commit": git_commit(self._paths[0].parent) if self._paths else None,

@@ -12,11 +12,10 @@ RUN/replays/NAME/
 """
 
 import dataclasses
-import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from ttrl.rollouts.graders.grading import Graders
 from ttrl.run_folder.folder import RunFolder, check_run_folder
 from ttrl.run_folder.lease import LEASE_FILES
 from ttrl.system.console import Console, mistakes_in_lines
-from ttrl.system.files import digest, write_json
+from ttrl.system.files import digest, read_object, write_json
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
 from ttrl.version import __version__
@@ -156,7 +155,7 @@ def replay(
                     count = f"{len(todo)} iterations"
                 console.line(f"Grading {count} of {original.path} again with {regrader.reference}")
                 # Before any grading, to name the grader of every grade.
-                write_json(folder.path / FILE_NAME, before | written)
+                write_json(folder.path / FILE_NAME, {**before, **written})
                 grade(
                     todo,
                     original,
@@ -261,7 +260,7 @@ def _check_output(path: Path) -> None:
         raise RunFolderError(f"{path} is there already and is not a replay; give another --output")
 
 
-def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]:
+def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> Mapping[str, Any]:
     """Clean the folder; return the earlier replay.json of this replay. Raises RunFolderError for a
     replay of another grader; with `again`, remove it instead."""
     reap_leftovers(folder.path)
@@ -270,7 +269,7 @@ def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]
     if not path.exists():
         return {}
     try:
-        before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        before = read_object(path)
         is_same = before["identity"] == regrader.identity
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path} is damaged ({error}); remove {folder.path}") from error

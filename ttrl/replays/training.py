@@ -18,6 +18,7 @@ from ttrl.facts import MetricsRow
 from ttrl.loop.environment import describe_environment
 from ttrl.loop.phases import Phases
 from ttrl.loop.train import local_model
+from ttrl.messages import JsonObject
 from ttrl.report.page import write_report
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import metrics_row
@@ -107,7 +108,7 @@ class ReplayTraining(RunFolder):
         """
         return None
 
-    def merged(self, before: Mapping[str, Any] | None) -> dict[str, Any]:
+    def merged(self, before: Mapping[str, Any] | None) -> JsonObject:
         """Return the training entry for replay.json, merged with the entry `before`: this training
         repeats or continues it.
 

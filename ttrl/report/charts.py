@@ -13,7 +13,7 @@ from html import escape
 
 from markupsafe import Markup
 
-from ttrl.text import compact, is_number, si, si_spaced
+from ttrl.text import compact, is_number, present, si, si_spaced
 
 WIDTH = 540
 HEIGHT = 270
@@ -175,9 +175,10 @@ def line_chart(
     """
     together = max(1, math.ceil(len(x) / MAX_POINTS))
     if together > 1:
-        x = [mean for mean in _means(x, together) if mean is not None]
+        x = present(_means(x, together))
         series = [_thinned(one, together) for one in series]
-    drawn = [(one, points) for one in series if (points := _points(x, one.values, log=log))]
+    drawn = [(one, _points(x, one.values, log=log)) for one in series]
+    drawn = [(one, points) for one, points in drawn if points]
     if not drawn:
         return None
     heights = [height for _, points in drawn for _, height in points]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ttrl.configs.base import Settings
 from ttrl.errors import UserError
 from ttrl.facts import MetricsRow, Pick, number
 from ttrl.intervals import Difference, difference_over_seeds, estimate_mean
@@ -30,7 +31,7 @@ from ttrl.report.page import css, visible
 from ttrl.run_folder.config_changes import flat
 from ttrl.run_folder.reader import RunData, held_out_metric, read_run
 from ttrl.system.files import read_jsonl, write_text
-from ttrl.text import compact, counted, duration, si_spaced
+from ttrl.text import compact, counted, duration, present, si_spaced
 
 By = Literal["iteration", "flops", "tokens", "seconds"]
 BY: tuple[By, ...] = ("iteration", "flops", "tokens", "seconds")
@@ -65,7 +66,7 @@ class Arm:
 
     name: str
     points: list[Point]
-    settings: dict[str, Any]
+    settings: Settings
     """The settings with differences between arms."""
     mean: float | None
     interval: tuple[float, float] | None
@@ -124,9 +125,9 @@ class RunComparison:
             rewards = [point.reward for point in arm.points if point.reward is not None]
             row += [f"{statistics.fmean(rewards):.3f}" if rewards else ""]
             for name, write in (("flops", si_spaced), ("tokens", si_spaced), ("seconds", duration)):
-                known = [value for point in arm.points if (value := point.spent[name]) is not None]
+                spent = present(point.spent[name] for point in arm.points)
                 row += [
-                    write(statistics.fmean(known)).strip() if len(known) == len(arm.points) else ""
+                    write(statistics.fmean(spent)).strip() if len(spent) == len(arm.points) else ""
                 ]
             table.append(row)
         return table
@@ -278,7 +279,7 @@ def compare_runs(
         raise UserError(
             f"{', '.join(missing)}: no {by} recorded; compare by another of {', '.join(BY)}"
         )
-    limits = [most for most in reach if most is not None]
+    limits = present(reach)
     if arms is None:
         points = [_point(run, by, min(limits), name) for run in runs]
         seeds = [0] * len(runs)
@@ -443,7 +444,7 @@ def spent(run: RunData) -> dict[str, list[float | None]]:
     }
 
 
-def _config(run: RunData) -> dict[str, Any]:
+def _config(run: RunData) -> Settings:
     """Return the settings, with paths in the run's own folder, such as a warm start, made equal."""
     own = str(run.config.get("run") or run.folder.absolute())
     return {

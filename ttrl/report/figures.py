@@ -20,7 +20,7 @@ from ttrl.run_folder.reader import (
     interval,
     phase_columns,
 )
-from ttrl.text import compact, is_number, percent
+from ttrl.text import compact, is_number, percent, present
 
 _OTHER_SHARES = 4
 """The number of colours left."""
@@ -549,7 +549,7 @@ def every_metric(run: RunData) -> list[tuple[str, Markup, list[str]]]:
     rows = []
     for name in sorted(list(names)[:MOST]):
         values = [number(row.get(name)) for row in flat]
-        known = [value for value in values if value is not None]
+        known = present(values)
         rows.append(
             (
                 name,

@@ -19,7 +19,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -141,15 +140,12 @@ def _packed_row(run: RunData) -> PackedRow | None:
     if not there:
         return None
     from ttrl.data.packing.packed import PackedTensors
-    from ttrl.data.packing.packed_file import load_packed
     from ttrl.data.pictures.rows_page import packed_row_html
 
     path = run.iteration_folder(there[-1]) / "packed.safetensors"
     try:
         # Mapped into memory: only the drawn row is read and checked.
-        tensors, samples, header = load_packed(path)
-        columns: dict[str, Any] = {**tensors, **header}
-        packed = PackedTensors(samples=samples, **columns)
+        packed = PackedTensors.load(path, checked=False)
         if packed.num_rows == 0:
             return None
         first = packed.rows([0])
@@ -174,11 +170,10 @@ def _studies(run: RunData) -> list[tuple[str, list[str]]]:
     for title, folder in folders:
         pictures = []
         for path in (folder / name for name in _STUDY_PICTURES):
-            if (
-                path.is_file()
-                and path.stat().st_size <= MAX_PICTURE
-                and (data := path.read_bytes()).startswith(_PNG)
-            ):
+            if not path.is_file() or path.stat().st_size > MAX_PICTURE:
+                continue
+            data = path.read_bytes()
+            if data.startswith(_PNG):
                 pictures.append("data:image/png;base64," + base64.b64encode(data).decode("ascii"))
         found += [(title, pictures)] if pictures else []
     return found

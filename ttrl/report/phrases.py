@@ -24,7 +24,7 @@ from ttrl.run_folder.reader import (
     read_run,
     total_seconds,
 )
-from ttrl.text import compact, duration, percent, si_spaced
+from ttrl.text import compact, duration, percent, present, si_spaced
 
 
 def _ends(run: RunData, pick: Pick) -> tuple[MetricsRow, MetricsRow] | None:
@@ -75,8 +75,8 @@ def summary(run: RunData) -> str:
     is_share = False
     how = None
     spans: list[tuple[float, float] | None] = [None, None]
-    ends = None
-    if judged is not None and (ends := _ends(run, judged.of)) is not None:
+    ends = None if judged is None else _ends(run, judged.of)
+    if judged is not None and ends is not None:
         pick = judged.of
         name = _whose(run, judged.label)
         is_share = judged.is_share
@@ -107,7 +107,7 @@ def _other_shares(run: RunData, ends: tuple[MetricsRow, MetricsRow]) -> str:
     solved."""
     found = []
     for name in sorted({name for row in ends for name in row.validation or {}}):
-        values = [value for value in run.column(held_out(name)) if value is not None]
+        values = present(run.column(held_out(name)))
         before, after = (number(row.held_out(name)) for row in ends)
         if before is not None and after is not None and all(0 <= value <= 1 for value in values):
             found.append(f"{name} {percent(before)} → {percent(after)}")
@@ -140,7 +140,8 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     """Return (name, figure) for the top of the page."""
     found: list[tuple[str, str]] = []
     metric = held_out_metric(run)
-    if metric is not None and (ends := _ends(run, metric.of)) is not None:
+    ends = None if metric is None else _ends(run, metric.of)
+    if metric is not None and ends is not None:
         start, end = (_value(number(metric.of(row)) or 0.0, metric.is_share) for row in ends)
         found.append((_whose(run, metric.label), f"{start} → {end}"))
     if run.trained:
@@ -255,8 +256,12 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
     phases = phase_columns(run)
     columns += [(f"{phase}, s", phases[phase]) for phase in (*PHASES, "other")]
     columns.append(("total, s", run.column(lambda row: row.seconds.total)))
+
+    def written(value: float | None) -> str:
+        return "–" if value is None else compact(value)
+
     return [
-        (name, ["–" if (value := values[place]) is None else compact(value) for place in shown])
+        (name, [written(values[place]) for place in shown])
         for name, values in columns
         if any(value is not None for value in values)
     ]

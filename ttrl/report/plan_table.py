@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ttrl.facts import MetricsRow, Pick, number
+from ttrl.facts import MetricsRow, Pick, numbers
 from ttrl.plans.measured import measured_in_run, signal_share
 from ttrl.plans.plan import Plan
 from ttrl.text import duration, gib, percent, si_spaced
@@ -63,7 +63,7 @@ def outcomes(plan: Plan, metrics: Sequence[MetricsRow]) -> list[PlanOutcome]:
         return []
 
     def mean(pick: Pick) -> float | None:
-        found = [known for row in rows if (known := number(pick(row))) is not None]
+        found = numbers(map(pick, rows))
         if found:
             return sum(found) / len(found)
         return None

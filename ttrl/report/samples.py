@@ -23,6 +23,7 @@ from ttrl.monitoring.finding import Examples
 from ttrl.records import Sample
 from ttrl.run_folder.reader import RunData
 from ttrl.run_folder.token_text import run_token_text
+from ttrl.text import present
 
 T = TypeVar("T")
 
@@ -137,12 +138,10 @@ class TokenTable:
         """Return the answer as coloured tokens; None if text says as much: no tokenizer, no ids,
         several turns.
         """
-        if (
-            self._text is None
-            or sample.turns
-            or not sample.token_ids
-            or (tokens := self._facts(sample)) is None
-        ):
+        if self._text is None or sample.turns or not sample.token_ids:
+            return None
+        tokens = self._facts(sample)
+        if tokens is None:
             return None
         if all(token.sampler is None and token.advantage is None for token in tokens):
             return None
@@ -246,9 +245,7 @@ def some_samples(path: Path, most: int, stamp: tuple[int, int]) -> list[Sample]:
     `stamp_of`.
     """
     lines = sample_lines(path)
-    return [
-        sample for index in spread(len(lines), most) if (sample := parsed(lines[index])) is not None
-    ]
+    return present(parsed(lines[index]) for index in spread(len(lines), most))
 
 
 def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample, Sample]]:
@@ -261,11 +258,8 @@ def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample,
         )
         escaped = b'"task_id": ' + json.dumps(sample.task_id).encode()
         line = next((line for line in lines if mark in line[:2000] or escaped in line[:2000]), None)
-        if (
-            line is not None
-            and (later := parsed(line)) is not None
-            and later.task_id == sample.task_id
-        ):
+        later = None if line is None else parsed(line)
+        if later is not None and later.task_id == sample.task_id:
             pairs.append((sample, later))
     return pairs
 
@@ -275,9 +269,9 @@ def examples(path: Path, kind: Examples, stamp: tuple[int, int], most: int = 2) 
     """Return samples of the file for a finding. stamp: the file's `stamp_of`."""
     lines = sample_lines(path)
     rewards = [_reward(line) for line in lines]
-    known = [reward for reward in rewards if reward is not None]
-    low = min(known, default=0.0)
-    high = max(known, default=0.0)
+    graded = present(rewards)
+    low = min(graded, default=0.0)
+    high = max(graded, default=0.0)
     tests: dict[str, Callable[[int], bool]] = {
         "wrong": lambda i: rewards[i] == low,
         "right": lambda i: rewards[i] == high,
@@ -295,11 +289,7 @@ def examples(path: Path, kind: Examples, stamp: tuple[int, int], most: int = 2) 
             match = re.search(rb'"text": "(?:[^"\\]|\\.)*"', line)
             texts.setdefault(match[0] if match else b"", []).append(i)
         chosen = max(texts.values(), key=len, default=[])
-    return [
-        sample
-        for index in spread(len(chosen), most)
-        if (sample := parsed(lines[chosen[index]])) is not None
-    ]
+    return present(parsed(lines[chosen[index]]) for index in spread(len(chosen), most))
 
 
 def _reward(line: bytes) -> float | None:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ttrl.messages import Message
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.attempts import CountedAttempt
@@ -12,6 +13,7 @@ from ttrl.rollouts.results import TaskUsage
 from ttrl.rollouts.sample_logs import LiveAnswers
 from ttrl.rollouts.sampling import Job, Sampling
 from ttrl.rollouts.scheduling.servers import Size
+from ttrl.text import present
 
 
 class Group:
@@ -23,7 +25,7 @@ class Group:
         self.task = job.task
         self.first = job.first
         self.digest = sampling.digest(job.task.messages)
-        self.messages: list[dict[str, Any]] = [dict(message) for message in job.task.messages]
+        self.messages: list[Message] = [dict(message) for message in job.task.messages]
         self.size = Size.of(self.messages, 1, sampling.chat_request.max_tokens)
         self.has_asked = False
         """Whether a request was made."""
@@ -93,7 +95,7 @@ class Group:
         answers = await self.sampling.send(
             attempt, digest, numbers, size, affinity=self.position, ticket=ticket
         )
-        got = [answer for answer in answers if answer is not None]
+        got = present(answers)
         if got:
             self.usage.new_prompt += got[0].prompt_tokens or 0
             self.usage.prefix_cached += max(answer.cached_tokens or 0 for answer in got)

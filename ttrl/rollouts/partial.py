@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError, UserError
+from ttrl.messages import JsonObject
 from ttrl.records import Sample
 from ttrl.rollouts.client.attempts import CountedAttempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
@@ -334,7 +335,7 @@ class _Continued:
             await self._stop_over_the_border(had, before)
         return piece
 
-    def _body(self, max_tokens: int, *, with_stop: bool) -> dict[str, Any]:
+    def _body(self, max_tokens: int, *, with_stop: bool) -> JsonObject:
         body = {name: value for name, value in self.parameters.items() if name in _SAME}
         if not with_stop:
             body.pop("stop", None)

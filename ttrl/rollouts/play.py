@@ -31,7 +31,7 @@ from ttrl.errors import (
     TokenizationError,
     describe,
 )
-from ttrl.messages import part_that_is_no_text, request_messages, without_nulls
+from ttrl.messages import Message, Tool, part_that_is_no_text, request_messages, without_nulls
 from ttrl.records import PROMPT, Sample, Turn, raw_prompt
 from ttrl.rollouts.cache.completions import request_digest
 from ttrl.rollouts.client.attempts import ChatAttempt, room_left
@@ -44,6 +44,7 @@ from ttrl.rollouts.graders.grading import own_traceback, type_and_message
 from ttrl.rollouts.group import Group
 from ttrl.rollouts.scheduling.servers import Size
 from ttrl.tasks.task import Chat, Grade
+from ttrl.text import present
 
 _ENDED_BY = {"turns": "max_turns", "seconds": "max_seconds"}
 """Finish reasons at these limits; "length" at all others."""
@@ -54,11 +55,11 @@ _REASONING = ("reasoning", "reasoning_content")
 class _Reply:
     """One answer of the model and its request."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
+    messages: list[Message]
+    tools: list[Tool] | None
     answer: Answer
     read: Sample
-    message: dict[str, Any]
+    message: Message
 
     @functools.cached_property
     def ids(self) -> list[int] | None:
@@ -243,7 +244,7 @@ class Play:
         tools: Sequence[Mapping[str, Any]] | None,
         max_tokens: int | None,
         stop: str | Sequence[str] | None,
-    ) -> tuple[Choice, dict[str, Any]]:
+    ) -> tuple[Choice, Message]:
         """Ask the model, as specified by `ttrl.tasks.task.Ask`."""
         try:
             self._check_limits()
@@ -257,10 +258,10 @@ class Play:
         if not sent:
             raise RolloutError(f"{self.place}: there are no messages to answer")
         self._check_messages(sent)
-        own: dict[str, Any] = {"tools": None, "stop": plain(stop, "stop")}
+        own_tools = None
         if tools:
-            own["tools"] = _clean(without_nulls(plain(tools, "tools")))
-        request = self._request(own, max_tokens)
+            own_tools = _clean(without_nulls(plain(tools, "tools")))
+        request = self._request({"tools": own_tools, "stop": plain(stop, "stop")}, max_tokens)
         waiting = asyncio.current_task()
         assert waiting is not None
         self._waiting.add(waiting)
@@ -295,7 +296,7 @@ class Play:
                 digest, self._number, answer, read.finish_reason, sent, request
             )
         choice = openai_choice(answer)
-        reply = _Reply(sent, own["tools"], answer, read, _clean(_sent_back(choice)))
+        reply = _Reply(sent, own_tools, answer, read, _clean(_sent_back(choice)))
         self._check_over()
         self._replies[number] = reply
         known = answer.prompt_tokens or len(answer.prompt_token_ids or ())
@@ -316,7 +317,7 @@ class Play:
                 f"{self.place}: the rollout is over; await all requests before it returns"
             )
 
-    def _check_messages(self, messages: list[dict[str, Any]]) -> None:
+    def _check_messages(self, messages: list[Message]) -> None:
         """Raise RolloutError for non-text parts, and for a prompt among chat messages."""
         if all(message.get("role") != PROMPT for message in messages):
             for number, message in enumerate(messages):
@@ -356,7 +357,7 @@ class Play:
             **{name: value for name, value in own.items() if value is not None},
         }
         given = (max_tokens, self.sampling.chat_request.max_tokens)
-        most = [limit for limit in given if limit is not None][:1]
+        most = present(given)[:1]
         if self.task.limits.tokens is not None:
             most.append(self.task.limits.tokens - self._generated)
         if most:
@@ -369,9 +370,7 @@ class Play:
             now = asyncio.get_running_loop().time()
             self._clock.reschedule(now + self.task.limits.seconds if counts else None)
 
-    def _digest(
-        self, request: ChatRequest, messages: list[dict[str, Any]], number: int
-    ) -> str | None:
+    def _digest(self, request: ChatRequest, messages: list[Message], number: int) -> str | None:
         """Return the digest of a request. A first request unchanged by the rollout has the task's
         digest. Others include task and turn, so no two share an answer.
         """
@@ -384,7 +383,7 @@ class Play:
         return request_digest({"task": task, "turn": number}, body)
 
     async def _answer(
-        self, request: ChatRequest, messages: list[dict[str, Any]], number: int
+        self, request: ChatRequest, messages: list[Message], number: int
     ) -> tuple[Answer, str | None, bool]:
         """Return a reply from the cache or a server: (answer, digest, whether it was cached)."""
         digest = self._digest(request, messages, number)
@@ -416,7 +415,7 @@ class Play:
     def _fill(self) -> None:
         """Fill the replies into the sample, as its turns."""
         sample = self.sample
-        replies = [reply for reply in self._replies if reply is not None]
+        replies = present(self._replies)
         sample.turns = [
             _turn(replies, number, self.group.messages) for number in range(len(replies))
         ]
@@ -443,7 +442,7 @@ class Play:
             sample.logprob_tokens = [token for read in reads for token in read.logprob_tokens or ()]
 
 
-def _turn(replies: Sequence[_Reply], number: int, given: list[dict[str, Any]]) -> Turn:
+def _turn(replies: Sequence[_Reply], number: int, given: list[Message]) -> Turn:
     reply = replies[number]
     read = reply.read
     messages = reply.messages
@@ -496,14 +495,15 @@ def _begins(whole: list[Any], part: list[Any]) -> bool:
     )
 
 
-def _sent_back(choice: Choice) -> dict[str, Any]:
+def _sent_back(choice: Choice) -> Message:
     """Return the model's message in the form for later requests."""
     message = choice.message
-    sent: dict[str, Any] = {"role": "assistant", "content": message.content}
+    sent: Message = {"role": "assistant", "content": message.content}
     if message.tool_calls:
         sent["tool_calls"] = without_nulls(plain(message.tool_calls, "tool_calls"))
     for name in _REASONING:
-        if isinstance(reasoning := getattr(message, name, None), str) and reasoning:
+        reasoning = getattr(message, name, None)
+        if isinstance(reasoning, str) and reasoning:
             sent[name] = reasoning
     return sent
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
+from ttrl.messages import JsonObject
 from ttrl.rollouts.client.choices import writable
 from ttrl.system.files import append_jsonl
 from ttrl.system.object_store import redact
@@ -86,7 +86,7 @@ class RequestsLog:
                     failure,
                 )
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: JsonObject) -> None:
         # A killed process may have left half a line; it must not end up in the middle of the file.
         if not self._whole:
             append_jsonl(self.path, row)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TtrlError
 from ttrl.facts import RolloutStats
+from ttrl.messages import JsonObject
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.progress import Prices
 from ttrl.system.files import json_line
@@ -79,7 +80,7 @@ class TaskResults(Sequence[TaskResult]):
         rows = []
         for result in self._results:
             for sample in result.samples:
-                row: dict[str, Any] = {
+                row: dict[str, object] = {
                     name: getattr(sample, name) for name in _COLUMNS if name != "tokens"
                 }
                 row["tokens"] = None if sample.token_ids is None else len(sample.token_ids)
@@ -121,7 +122,7 @@ class TaskResults(Sequence[TaskResult]):
         """Every sample, failed ones included, task by task."""
         return [sample for result in self._results for sample in result.samples]
 
-    def to_jsonl_rows(self) -> list[dict[str, Any]]:
+    def to_jsonl_rows(self) -> list[JsonObject]:
         """Return one JSON object per sample, in the form of rollouts.jsonl."""
         return [sample.to_json() for sample in self.samples]
 
@@ -153,7 +154,7 @@ class TaskResults(Sequence[TaskResult]):
         )
         reasons.update(self._other_failures)
         usage = [
-            known or _usage(result)
+            known or usage_of(result)
             for result, known in zip(self._results, self._usage, strict=True)
         ]
         cut_off = [
@@ -268,8 +269,9 @@ def is_unfinished(sample: Sample) -> bool:
     return sample.finish_reason == "unfinished" and sample.error is None
 
 
-def _usage(result: TaskResult) -> TaskUsage:
-    """Return the usage counted from the samples: everything is new unless cached."""
+def usage_of(result: TaskResult, had: int = 0) -> TaskUsage:
+    """Count a group's usage from its samples. All tokens are new but those from the cache, and
+    `had` completion tokens of earlier calls."""
     prompt = max((len(sample.prompt_token_ids or ()) for sample in result.samples), default=0)
     counts = [
         (len(sample.token_ids or sample.logprobs or ()), sample.cached)
@@ -294,5 +296,5 @@ def _usage(result: TaskResult) -> TaskUsage:
         prompt=prompt,
         completion=sum(count for count, _ in counts),
         new_prompt=sent,
-        new_completion=new,
+        new_completion=max(new - had, 0),
     )

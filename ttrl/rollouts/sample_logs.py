@@ -195,7 +195,8 @@ def _turns(sample: Sample) -> list[str]:
             else []
         )
         for name in ("reasoning", "reasoning_content"):
-            if isinstance(thought := turn.reply.get(name), str):
+            thought = turn.reply.get(name)
+            if isinstance(thought, str):
                 parts.append(f"{_title(f'turn {number}: {name}')}\n{thought}")
         title = _title(f"turn {number}: answer ({', '.join(about)})")
         parts.append(f"{title}\n{_message(turn.reply)}")
@@ -268,7 +269,8 @@ def _part(part: Any) -> str:
     """Return one part of a list message: text unchanged, all others by kind and address."""
     if not isinstance(part, Mapping):
         return str(part)
-    if isinstance(text := part.get("text"), str):
+    text = part.get("text")
+    if isinstance(text, str):
         return text
     kind = str(part.get("type", "part"))
     inner = part.get(kind)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.errors import TaskError, UserError, describe
+from ttrl.messages import JsonObject
 from ttrl.records import TaskResult
 from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
 from ttrl.rollouts.client.assembly import STOPPED_EARLY
@@ -27,6 +28,7 @@ from ttrl.rollouts.sample_logs import SampleLogs
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.servers import Servers, Size
 from ttrl.tasks.task import Task
+from ttrl.text import present
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +227,7 @@ class Sampling:
 
     def cache_body(
         self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return the inputs of an answer: the request (by default the call's), and any named early
         stop.
         """
@@ -278,7 +280,7 @@ class Sampling:
             self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, error=error)
             raise
         facts: dict[str, Any] = {}
-        got = [answer for answer in answers if answer is not None]
+        got = present(answers)
         if got:
             facts = {
                 "prompt_tokens": got[0].prompt_tokens,

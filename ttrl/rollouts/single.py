@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
 from ttrl.errors import UserError
-from ttrl.messages import request_messages
+from ttrl.messages import Message, request_messages
 from ttrl.records import Endpoint, Sample
 from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.attempts import ChatAttempt
@@ -110,7 +110,7 @@ async def get_chat_completion(
 
 
 async def _asked(
-    sampling: Sampling, messages: list[dict[str, Any]], sample: int, digest: str | None
+    sampling: Sampling, messages: list[Message], sample: int, digest: str | None
 ) -> Answer:
     """Ask the server, with retries. Raises RequestError."""
     request = sampling.chat_request

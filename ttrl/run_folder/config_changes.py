@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ttrl.configs.base import without_secrets
+from ttrl.configs.base import Settings, without_secrets
 from ttrl.errors import RunFolderError
 from ttrl.facts import ConfigChange, read_facts
 from ttrl.system.files import append_jsonl, read_jsonl
@@ -45,9 +45,9 @@ _NESTED = ("training", "server", "sampling")
 _MISSING = "not set"
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat(config: Settings) -> Settings:
     """Return one value per setting; those of nested mappings under dotted names."""
-    flattened: dict[str, Any] = {}
+    flattened: dict[str, object] = {}
     for key, value in config.items():
         if key in _NESTED and isinstance(value, Mapping):
             flattened |= {f"{key}.{name}": one for name, one in value.items()}

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from ttrl.configs.base import Settings
 from ttrl.errors import RunFolderError
 from ttrl.facts import Facts, MetricsRow, PhaseFacts, TrainFacts, parse, read_facts
 from ttrl.run_folder.config_changes import HISTORY_FILE, changes, check_changes, remember_changes
@@ -91,7 +92,7 @@ class Marker(Facts, kw_only=True):
     """As `time.time`."""
     epoch: int | None = None
     """The epoch of the process behind this marker: see `ttrl.run_folder.lease`."""
-    facts: dict[str, Any]
+    facts: Mapping[str, Any]
     files: dict[str, str]
     """SHA-256 of the phase's files, by name."""
 
@@ -275,7 +276,7 @@ class RunFolder:
         """
         return self.lease.held(take_over=take_over)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Settings:
         """Return config.yaml as plain values; empty if there is none. Raises RunFolderError for a
         damaged one.
         """
@@ -306,8 +307,8 @@ class RunFolder:
 
     def remember_config(
         self,
-        config: dict[str, Any],
-        defaults: Mapping[str, Any] | None = None,
+        config: Settings,
+        defaults: Settings | None = None,
         allow: Sequence[str] = (),
     ) -> list[str]:
         """Write config.yaml, or compare with the existing one; return notes on changes. Also append
@@ -327,8 +328,8 @@ class RunFolder:
                 and config.get("validation_temperature") is not None
             ):
                 # The meaning of an unset one before greedy became the default.
-                before["validation_temperature"] = before.get("temperature")
-            changed = changes(_as_read(defaults or {}) | before, config)
+                before = {**before, "validation_temperature": before.get("temperature")}
+            changed = changes({**_as_read(defaults or {}), **before}, config)
             notes = check_changes(changed, allow, self.path)
             remember_changes(self.path, changed, self.first_unfinished())
         write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
@@ -415,7 +416,7 @@ class RunFolder:
         """
         return [read_facts(MetricsRow, row) for row in self.metrics_json()]
 
-    def metrics_json(self) -> list[dict[str, Any]]:
+    def metrics_json(self) -> list[Mapping[str, Any]]:
         """Return the same rows as plain values, including names unknown to this version. Raises
         RunFolderError.
         """
@@ -471,7 +472,8 @@ class RunFolder:
         numbers. Raises StorageError.
         """
         rows = self.metrics_json()
-        if len(kept := [row for row in rows if row["iteration"] < first]) < len(rows):
+        kept = [row for row in rows if row["iteration"] < first]
+        if len(kept) < len(rows):
             write_jsonl(self.path / "metrics.jsonl", kept)
         paths = [
             path

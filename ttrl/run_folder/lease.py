@@ -138,13 +138,14 @@ class Lease(ABC):
         """Tell whether no other process has taken over; a takeover is final. An unreadable file
         names no other.
         """
-        if self.epoch and self.lost_to is None and (other := self.other()) is not None:
-            self.lost_to = other
-            logger.error(
-                "%s was taken over by another process (%s); no more is written there",
-                self._what,
-                other,
-            )
+        if self.epoch and self.lost_to is None:
+            self.lost_to = self.other()
+            if self.lost_to is not None:
+                logger.error(
+                    "%s was taken over by another process (%s); no more is written there",
+                    self._what,
+                    self.lost_to,
+                )
         return self.lost_to is None
 
     def in_use_by(self, owner: Owner | None) -> RunFolderInUseError:

@@ -1,6 +1,5 @@
 """Build an iteration's line of metrics.jsonl from the markers of its phases."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -33,7 +32,8 @@ from ttrl.facts import (
 )
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.run_folder.recent_noise import WINDOW, recent_noise
-from ttrl.system.files import write_json
+from ttrl.system.files import read_object, write_json
+from ttrl.text import present
 
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
 """The possible phases of an iteration, in order."""
@@ -148,7 +148,7 @@ def _training(steps: Sequence[Step], *, unchanged: bool) -> TrainFigures:
     taken = [step for step in steps if step.skipped is None]
     means = {}
     for name in StepMeans.__struct_fields__:
-        values = [value for step in taken if (value := getattr(step, name)) is not None]
+        values = present(getattr(step, name) for step in taken)
         if values:
             means[name] = sum(values) / len(values)
     sums = {
@@ -265,9 +265,6 @@ def forget_rows(folder: Path, first: int) -> None:
 def read_seen(state: Path) -> dict[str, int]:
     """Return the last iteration given to each logger."""
     try:
-        return {
-            str(name): int(last)
-            for name, last in json.loads(state.read_text(encoding="utf-8"))["seen"].items()
-        }
+        return {str(name): int(last) for name, last in read_object(state)["seen"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -148,7 +148,7 @@ class Mirror:
         self._remote: set[str] = set()
         """Keys known to be in the store."""
         self._is_listed = False
-        self._uploaded: dict[str, Any] = {}
+        self._uploaded: dict[str, object] = {}
         """Uploads of this process by file: the digest in its marker, or size and modification time.
         """
         self._locks: dict[str, threading.Lock] = {}

@@ -4,22 +4,22 @@ Anything may be missing: from a run stopped in its first iteration, an older ver
 Missing values are None or an empty list here, and left out on the page.
 """
 
-import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ttrl.configs.base import Settings
 from ttrl.errors import RunFolderError
-from ttrl.facts import ConfigChange, Figure, MetricsRow, Pick, number, read_facts
+from ttrl.facts import ConfigChange, Figure, MetricsRow, Pick, number, numbers, read_facts
 from ttrl.intervals import wilson
 from ttrl.run_folder.config_changes import history
 from ttrl.run_folder.folder import check_run_folder, read_yaml
 from ttrl.system.files import read_jsonl
-from ttrl.text import counted
+from ttrl.text import counted, present
 
 PHASES = ("sample", "pack", "train", "sync", "validate")
 
@@ -31,8 +31,8 @@ class RunData:
     folder: Path
     rows: list[MetricsRow]
     """By iteration, ascending; iteration 0 is the starting model."""
-    config: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, Any] = field(default_factory=dict)
+    config: Settings = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
     config_history: list[ConfigChange] = field(default_factory=list)
 
     @property
@@ -102,17 +102,17 @@ def _history(folder: Path) -> list[ConfigChange]:
         return []
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file (JSON is YAML) as a dictionary; empty if unreadable."""
+def read_mapping(path: Path) -> Mapping[str, Any]:
+    """Read a mapping in a YAML or JSON file (JSON is YAML); empty if unreadable."""
     try:
         stat = path.stat()
-        return copy.deepcopy(_parsed(path, stat.st_mtime_ns, stat.st_size))
+        return _parsed(path, stat.st_mtime_ns, stat.st_size)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
 
 
 @functools.lru_cache(maxsize=8)
-def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
+def _parsed(path: Path, changed: int, size: int) -> Mapping[str, Any]:
     """Parse a file once while it is unchanged: parsing YAML takes longer than looking at the rest
     of a run folder.
     """
@@ -178,9 +178,9 @@ def held_out_sampling(run: RunData) -> str | None:
     """
     metric = held_out_metric(run)
     name = "reward" if metric is None else metric.name
-    known = [how for row in run.rows if (how := _sampling(row, name)) is not None]
-    if known:
-        return known[-1]
+    sampled = present(_sampling(row, name) for row in run.rows)
+    if sampled:
+        return sampled[-1]
     return None
 
 
@@ -209,7 +209,7 @@ def held_out_metric(run: RunData) -> Metric | None:
         if isinstance(name, str) and name != "reward"
     ]
     for name in (*names, "reward"):
-        values = [value for row in run.rows if (value := number(row.held_out(name))) is not None]
+        values = numbers(row.held_out(name) for row in run.rows)
         if values:
             return Metric(name, name != "reward" and all(0 <= value <= 1 for value in values))
     return None

@@ -27,6 +27,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from ttrl.messages import JsonObject
+
 KEY_VARIABLE = "VLLM_API_KEY"
 OPEN_PATHS = frozenset({"/health"})
 """Says only "up", for monitors without the key."""
@@ -109,7 +111,8 @@ class RequireKey:
         if wanted is None:
             return await self._app(scope, receive, send)
         opened = self._opened()
-        if wanted != (has := self._open_to()):
+        has = self._open_to()
+        if wanted != has:
             if scope["type"] == "websocket":
                 return await send(
                     {"type": "websocket.close", "code": 1013, "reason": "other weights"}
@@ -198,14 +201,12 @@ def _text(value: bytes | None) -> str:
     return value.decode("latin-1")
 
 
-def _error(message: str, code: int, kind: str = "invalid_request_error") -> dict[str, Any]:
+def _error(message: str, code: int, kind: str = "invalid_request_error") -> JsonObject:
     """Write an error as OpenAI does."""
     return {"error": {"message": message, "type": kind, "code": code}}
 
 
-async def answer(
-    send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]
-) -> None:
+async def answer(send: Send, status: int, body: JsonObject, *headers: tuple[bytes, bytes]) -> None:
     await send(
         {
             "type": "http.response.start",

@@ -7,7 +7,6 @@ digests of caches and of joined servers.
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 from ttrl.data.chat.template_sandbox import compile_problem
 from ttrl.errors import ModelFolderError, UserError
 from ttrl.server.model_folder import local_folder, small_file
-from ttrl.system.files import atomic_folder
+from ttrl.system.files import atomic_folder, read_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 _NAMED = "additional_chat_templates"
@@ -82,16 +81,12 @@ def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
     return None
 
 
-def json_file(model: str | os.PathLike[str], name: str) -> dict[str, Any]:
+def json_file(model: str | os.PathLike[str], name: str) -> Mapping[str, Any]:
     """Return a JSON file of a model; {} if it is missing or holds something else."""
     file = small_file(model, name)
     with contextlib.suppress(OSError, ValueError):
         if file is not None:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        else:
-            found = None
-        if isinstance(found, dict):
-            return found
+            return read_object(file)
     return {}
 
 

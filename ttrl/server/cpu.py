@@ -1,6 +1,5 @@
 """Configure a vLLM server on a CPU: detection, memory, cores and step sizes."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -8,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from ttrl.system.files import read_object
 
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 HEAP_VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
@@ -33,7 +34,7 @@ _RECURRENT = (
 
 def cpu_arguments(
     model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Return arguments for a server on a CPU: `cpu_batch`, plus no prefix cache for models with
     recurrent layers (vLLM 0.32 cannot keep their states there) or with returned experts
     (`ttrl.vllm_worker.routing`)."""
@@ -53,12 +54,9 @@ def _config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, A
     if isinstance(model, Mapping):
         return model
     try:
-        config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+        return read_object(Path(model, "config.json"))
     except (OSError, ValueError):
         return {}
-    if isinstance(config, Mapping):
-        return config
-    return {}
 
 
 def cpu_batch(

@@ -21,6 +21,7 @@ from typing import Any
 
 from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.errors import ModelFolderError, TokenizationError
+from ttrl.messages import Message
 from ttrl.server.chat_template import (
     Templates,
     chat_template_of,
@@ -157,7 +158,7 @@ def parsers_of(model: str | os.PathLike[str], given: Mapping[str, Any] | None = 
         evidence = _Evidence.of(model)
     else:
         evidence = _Evidence()
-    arguments: dict[str, Any] = {"enable-auto-tool-choice": True}
+    arguments: dict[str, object] = {"enable-auto-tool-choice": True}
     problem = None
     if switch is False or tools in _OFF:
         arguments = {"tool-call-parser": None, "enable-auto-tool-choice": None}
@@ -253,7 +254,7 @@ def _written(tokenizer: _FilesOfTokenizer) -> str | None:
     ModelFolderError, TokenizationError.
     """
     template = ChatTemplate(tokenizer, [_TOOL])
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Where is it?"}]
+    messages: list[Message] = [{"role": "user", "content": "Where is it?"}]
     prompt = template.render(template.prepared(messages), answer_next=True)
     if _ARGUMENT not in prompt:
         return None

@@ -74,7 +74,7 @@ def read_or_make_key(path: Path) -> str:
     return key
 
 
-def vllm_arguments(given: list[str]) -> dict[str, Any]:
+def vllm_arguments(given: list[str]) -> Mapping[str, Any]:
     """Parse ["tensor_parallel_size=2", "enforce_eager=true"] into names and values, as JSON or else
     text. Raises UserError.
     """

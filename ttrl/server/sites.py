@@ -25,7 +25,7 @@ from ttrl.errors import ServerDiedError, ServerError, UserError, WeightSyncError
 from ttrl.server.auth import Receive, Scope, Send, answer
 from ttrl.server.connection import ServerConnection
 from ttrl.server.model_folder import weight_files
-from ttrl.system.files import TEMPORARY_PREFIX, digest
+from ttrl.system.files import TEMPORARY_PREFIX, digest, read_object
 from ttrl.system.mirror_store import MirrorStore
 from ttrl.system.object_store import redact
 from ttrl.text import gib
@@ -135,7 +135,7 @@ def _base_digests(folder: Path) -> dict[str, str]:
     ]
     found = {file.name: digest(file) for file in files}
     with suppress(OSError, ValueError):  # its saving version does not matter
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = dict(read_object(folder / "config.json"))
         config.pop("transformers_version", None)
         found["config.json"] = hashlib.sha256(
             json.dumps(config, sort_keys=True).encode()
@@ -175,7 +175,9 @@ class FetchAdapters:
             return
         try:
             if scope["method"] == "GET":
-                found: dict[str, Any] = {"base": await asyncio.to_thread(base_digests, self._model)}
+                found: dict[str, object] = {
+                    "base": await asyncio.to_thread(base_digests, self._model)
+                }
             else:
                 files = _checked(json.loads(await _body(receive)))
                 found = {"folder": str(await asyncio.to_thread(self._fetch, files))}

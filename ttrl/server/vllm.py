@@ -393,7 +393,7 @@ class VLLMServer(ServerConnection):
             arguments["max-model-len"] = self.max_model_len
         if is_cpu_build():
             arguments["enforce-eager"] = True
-            arguments |= cpu_arguments(self.model_folder, self.extra_args)
+            arguments.update(cpu_arguments(self.model_folder, self.extra_args))
         if self.serves_adapters:
             arguments |= {"enable-lora": True, "max-loras": 1}
         arguments.update(self.extra_args)

@@ -345,6 +345,14 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_text(path, json_text(value))
 
 
+def read_object(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Read a JSON object. Raises OSError, and ValueError for anything else."""
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__} instead of a JSON object")
+    return found
+
+
 def json_text(value: Any) -> str:
     """Return the text written by `write_json`, for files in an atomically written folder."""
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -412,7 +420,7 @@ def read_jsonl(
     key: str | None = None,
     *,
     appended: bool = True,
-) -> list[dict[str, Any]]:
+) -> list[Mapping[str, Any]]:
     """Read JSON lines. With `key`, a later line replaces an earlier one of the same value.
 
     appended: drop a damaged last line without a newline, left by an interrupted append; False for
@@ -424,7 +432,7 @@ def read_jsonl(
         lines = again(Path(path).read_bytes).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):  # also if another thread has just removed it
         return []
-    rows: list[dict[str, Any]] = []
+    rows: list[Mapping[str, Any]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -444,7 +452,8 @@ def read_private(path: str | os.PathLike[str]) -> str:
     change it.
     """
     with open(path, encoding="utf-8") as file:
-        if (mode := stat.S_IMODE(os.fstat(file.fileno()).st_mode)) & 0o077:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if mode & 0o077:
             raise PermissionError(
                 f"others can read it: mode {mode:o}; make it yours alone: chmod 600 {path}"
             )
@@ -545,7 +554,7 @@ def _is_weights(path: Path) -> bool:
 
 def _is_model(folder: Path) -> bool:
     try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return "model_type" in read_object(folder / "config.json")
     except (OSError, ValueError, TypeError):
         return False
 
@@ -564,16 +573,14 @@ def keep_figure(file: str, name: str, figure: Callable[[float | None], float]) -
     """Return `figure(kept value of `name` in this JSON file of the user's cache, or None)`. Keep
     the result there if it is new and the cache is usable.
     """
-    kept = {}
+    kept: Mapping[str, Any] = {}
     before = None
     # None yet, damaged, or no cache.
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        kept = json.loads(Path(user_cache(), file).read_text(encoding="utf-8"))
+        kept = read_object(Path(user_cache(), file))
         before = float(kept[name]) if name in kept else None
     found = figure(before)
     if found != before:
         with contextlib.suppress(OSError, StorageError):
-            write_json(
-                Path(user_cache(), file), (kept if isinstance(kept, dict) else {}) | {name: found}
-            )
+            write_json(Path(user_cache(), file), {**kept, name: found})
     return found

@@ -200,7 +200,7 @@ class Store:
             or os.environ.get("AWS_ENDPOINT_URL")
             or ""
         )
-        client: dict[str, Any] = {
+        client: dict[str, object] = {
             "connect_timeout": CONNECT_TIMEOUT,
             "timeout": self._request_timeout,
         }

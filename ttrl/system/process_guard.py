@@ -30,7 +30,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ class Record:
     head: the rest of its content.
     """
 
-    def __init__(self, path: Path, head: dict[str, Any]) -> None:
+    def __init__(self, path: Path, head: Mapping[str, object]) -> None:
         self._path = path
         self._head = head
         self._known: list[ProcessId] | None = None

@@ -230,7 +230,7 @@ class ChildProcess:
         where = f" in {self._cwd}" if self._cwd else ""
         raise UserError(f"cannot start {self.command[0]!r}{where}: {reason}")
 
-    def _next_report(self, timeout: float | None) -> dict[str, Any] | None:
+    def _next_report(self, timeout: float | None) -> Mapping[str, Any] | None:
         """Return the guard's next message; None if none comes in `timeout` seconds, or the guard
         has ended (`_guard_ended`).
         """
@@ -247,7 +247,7 @@ class ChildProcess:
                 return None
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
+        message: Mapping[str, Any] = json.loads(line)
         return message
 
     def _take_end(self, timeout: float | None) -> None:

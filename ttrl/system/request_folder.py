@@ -13,12 +13,11 @@ looks for itself, so no wait for work can time out. Looking costs 1% of a core, 
 folder belongs to one conversation; another needs another folder.
 """
 
-import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
+from ttrl.facts import dumped
 from ttrl.system.files import again
 
 LOOK_SECONDS = 0.02
@@ -51,17 +50,18 @@ class RequestFolder:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
 
-    def put_answer(self, number: int, facts: dict[str, Any]) -> None:
-        self.put(self.answer(number), json.dumps(facts) + "\n")
+    def put_answer(self, number: int, facts: object) -> None:
+        self.put(self.answer(number), dumped(facts) + "\n")
 
-    def put_handover(self, number: int, facts: dict[str, Any]) -> None:
-        self.put(self.handover(number), json.dumps(facts) + "\n")
+    def put_handover(self, number: int, facts: object) -> None:
+        self.put(self.handover(number), dumped(facts) + "\n")
 
     def next_request(self, number: int) -> Path | None:
         """Wait for request `number`; return None if the conversation has ended, or its folder is
         gone.
         """
-        while not again((wanted := self.request(number)).exists):
+        wanted = self.request(number)
+        while not again(wanted.exists):
             if again(self.stop.exists) or not again(self.path.is_dir):
                 return None
             time.sleep(LOOK_SECONDS)

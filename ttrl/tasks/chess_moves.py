@@ -40,6 +40,7 @@ from ttrl.tasks.datasets import (
 )
 from ttrl.tasks.task import Choice, Example, Task, question, solved
 from ttrl.tasks.words import as_typed
+from ttrl.text import present
 
 try:
     import chess
@@ -255,7 +256,7 @@ def get_chess_tasks(
     else:
         rows = load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",))
         rows = rows.where(lambda row: row is not None)
-        positions = Rows([row for row in rows if row is not None], rows.places)
+        positions = Rows(present(rows), rows.places)
     chosen = select(
         positions,
         _key,

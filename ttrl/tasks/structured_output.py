@@ -144,7 +144,7 @@ def _is_same(found: object, expected: str | int, lenient: bool) -> bool:
     return type(found) is type(expected) and found == expected
 
 
-def read_object(text: str, *, anywhere: bool = False) -> dict[str, Any] | None:
+def read_object(text: str, *, anywhere: bool = False) -> Mapping[str, Any] | None:
     """Return a reply's JSON object; with `anywhere`, from its first "{" to its last "}". None
     without one, for one with a key twice, and beyond LONGEST characters."""
     text = text.strip()
@@ -161,8 +161,9 @@ def read_object(text: str, *, anywhere: bool = False) -> dict[str, Any] | None:
     return None
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
         raise ValueError("a key twice")
     return found
 

@@ -286,7 +286,7 @@ def solved(text: str, answer: str) -> Example:
     return {"messages": [*question(text), {"role": "assistant", "content": answer}]}
 
 
-Ask: TypeAlias = "Callable[..., Awaitable[tuple[Choice, dict[str, Any]]]]"
+Ask: TypeAlias = "Callable[..., Awaitable[tuple[Choice, Message]]]"
 """(messages, tools, max_tokens, stop) → the model's choice, and its message to be sent back:
 `Play.ask`.
 """

@@ -8,13 +8,13 @@ others send it their parts, tensor by tensor, and receive nothing.
 
 import functools
 import hashlib
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from ttrl.configs import TrainingConfig
 from ttrl.data.packing.packed_file import read_tensor
 from ttrl.errors import StorageError
-from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
-from ttrl.system.files import atomic_folder, json_text, model_files
+from ttrl.facts import dumped
+from ttrl.records import ADAPTER_FOLDER, CANARY_FILE, Canary, WeightPart
+from ttrl.system.files import atomic_folder, json_text, model_files, read_object
 from ttrl.training.models.architecture import uses_transformers
 from ttrl.training.models.layouts import EMBEDDINGS, HEAD, layout_of_class
 from ttrl.training.models.weights import (
@@ -74,7 +75,7 @@ def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None
             place = target / path.relative_to(source)
             place.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, place)
-    config = json.loads((target / "config.json").read_text())
+    config = dict(read_object(target / "config.json"))
     for part in [
         config,
         *(
@@ -221,11 +222,9 @@ def _send_weights(entries: list[CheckpointTensor], max_bytes: int, here: Ranks) 
 
 def _write_weights(
     folder: Path, entries: list[CheckpointTensor], max_bytes: int, here: Ranks
-) -> dict[str, dict[str, str]]:
-    """Write shards, and an index for several shards; on the first process only. Returns entries for
-    canary.json, hashed from memory. "weights": name → SHA-256 of each tensor's bytes, for checking
-    a server's weights (`ttrl.vllm_worker`); "files": name → SHA-256 of each shard, for the run
-    folder's marker.
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Write shards, and an index for several shards; on the first process only. Returns `weights`
+    and `files` of the canary, hashed from memory.
     """
     shards = _shards(entries, max_bytes)
     weight_map: dict[str, str] = {}
@@ -253,7 +252,7 @@ def _write_weights(
         metadata = {"total_size": sum(entry.size for entry in entries)}
         index = json_text({"metadata": metadata, "weight_map": weight_map})
         (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-    return {"weights": {name: digest.result() for name, digest in digests.items()}, "files": files}
+    return {name: digest.result() for name, digest in digests.items()}, files
 
 
 def _digest(tensor: Tensor) -> str:
@@ -265,10 +264,10 @@ def hand_over(
     policy: Policy,
     start_folder: str | Path,
     checkpoint_dtype: CheckpointDtype,
-) -> dict[str, Any]:
+) -> list[WeightPart]:
     """Offer the policy to servers in memory, with the checkpoint's tensors in the policy's compute
-    dtype. A collective. Returns the message for the servers; raises StorageError. Not for adapters:
-    servers get them as files.
+    dtype. A collective. Returns the parts written by all ranks; raises StorageError. Not for
+    adapters: servers get them as files.
     """
     assert not adapted(policy)
     if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype]):
@@ -314,12 +313,12 @@ def write_merged(
 
 def canary_of(
     policy: Policy, start_folder: str | Path, ranks: Ranks, checkpoint_dtype: CheckpointDtype
-) -> dict[str, Any]:
+) -> Canary:
     """Return the canary of a checkpoint of the policy. A collective."""
     canary = compute_canary(policy, ranks.device, Path(start_folder))
     if checkpoint_dtype == "fp32":
         return canary
-    return canary | {"dtype": "bfloat16"}
+    return replace(canary, dtype="bfloat16")
 
 
 def save_checkpoint(
@@ -331,7 +330,7 @@ def save_checkpoint(
     checkpoint_dtype: CheckpointDtype = "fp32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: TrainingConfig | None = None,
-    canary: dict[str, Any] | None = None,
+    canary: Canary | None = None,
 ) -> None:
     """Write the policy as a model folder, atomically. A collective; rank 0 writes. `config`: the
     training config, for its adapter settings; without it adapters are merged, and not written
@@ -342,8 +341,6 @@ def save_checkpoint(
     """
     if canary is None:
         canary = canary_of(policy, start_folder, ranks, checkpoint_dtype)
-    else:
-        canary = dict(canary)
     dtype = _DTYPES[checkpoint_dtype]
     adapter = None
     is_merged = True
@@ -362,10 +359,11 @@ def save_checkpoint(
                 "float32" if checkpoint_dtype == "fp32" else "bfloat16",
             )
             if is_merged:
-                canary |= _write_weights(temporary, entries, max_shard_bytes, ranks)
+                weights, files = _write_weights(temporary, entries, max_shard_bytes, ranks)
+                canary = replace(canary, weights=weights, files=files)
             if adapter is not None:
                 adapter.write(temporary / ADAPTER_FOLDER)
-            (temporary / CANARY_FILE).write_text(json_text(canary), encoding="utf-8")
+            (temporary / CANARY_FILE).write_text(dumped(canary), encoding="utf-8")
     elif is_merged:
         _send_weights(entries, max_shard_bytes, ranks)
     ranks.barrier()

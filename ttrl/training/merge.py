@@ -11,17 +11,16 @@ equals the recipe's with `lora_merge`, bit for bit.
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
 
 from ttrl.configs import TrainingConfig
 from ttrl.errors import TtrlError
-from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS
-from ttrl.system.files import atomic_folder, fsync_folder
+from ttrl.records import ADAPTER_FOLDER
+from ttrl.system.files import atomic_folder, fsync_folder, read_object
 from ttrl.training.checkpoints import write_merged
-from ttrl.training.policy.adapters import base_folder, map_policy
+from ttrl.training.policy.adapters import AdapterSettings, base_folder, map_policy
 
 INDEX = "model.safetensors.index.json"
 
@@ -29,15 +28,10 @@ INDEX = "model.safetensors.index.json"
 def merge(folder: Path, base: str | None = None) -> None:
     """Write merged weights into `folder`, in the dtype of its config.json. base: the adapter's
     base, if it has moved. Raises ModelFolderError, StorageError."""
-    stored = json.loads((folder / ADAPTER_FOLDER / ADAPTER_SETTINGS).read_text(encoding="utf-8"))
-    known = {field.name for field in dataclasses.fields(TrainingConfig)}
-    settings = {
-        name: value for name, value in stored.items() if name in known and name != "lora_base"
-    }
-    config = TrainingConfig(model=str(folder), output_dir="", lora_base=base, **settings)
-    bf16 = (
-        json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype") == "bfloat16"
-    )
+    stored = AdapterSettings.read(folder / ADAPTER_FOLDER)
+    settings = dataclasses.asdict(stored) | {"lora_base": base}
+    config = TrainingConfig(model=str(folder), output_dir="", **settings)
+    bf16 = read_object(folder / "config.json").get("dtype") == "bfloat16"
     base = base_folder(config)
     policy = map_policy(config, base)
     with atomic_folder(folder / "merged") as made:

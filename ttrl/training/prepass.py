@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.pack import PackedTensors
-from ttrl.facts import ComparedTokens
+from ttrl.facts import SamplerTrainer
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.counts import forward_work
 from ttrl.training.kernels.logprobs import IGNORE
@@ -84,9 +84,9 @@ class Prepass:
         """The reference model's output projection [V, D] and its bias, for KL over the whole
         vocabulary.
         """
-        self.drift: ComparedTokens | None = None
+        self.drift: SamplerTrainer | None = None
         """`compare_tokens` over the whole iteration, if a pass was made for it."""
-        self.own_weights: ComparedTokens | None = None
+        self.own_weights: SamplerTrainer | None = None
         """The same for some rows' tokens sampled by `config.sampler_version`, under its own
         weights, if given.
         """
@@ -118,7 +118,7 @@ class Prepass:
         if rewards:
             self._add_token_rewards()
 
-    def _compared(self, start_logprobs: list[Tensor]) -> ComparedTokens:
+    def _compared(self, start_logprobs: list[Tensor]) -> SamplerTrainer:
         """Compare sampler and trainer on all steps. start_logprobs: [R, T] of each step. A
         collective.
         """
@@ -133,7 +133,7 @@ class Prepass:
         shape = (self._packed.num_rows, self._packed.seq_len)
         return compare_tokens(self._steps, *gathered, shape, self._config, self._here)
 
-    def _compared_under(self, folder: str) -> ComparedTokens:
+    def _compared_under(self, folder: str) -> SamplerTrainer:
         """Compare the tokens of the policy in `folder`, in rows of the first step, under its own
         weights. A collective.
         """

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import RunFolderError, StorageError, TtrlError
-from ttrl.records import ADAPTER_FOLDER
+from ttrl.facts import SamplerTrainer
+from ttrl.records import ADAPTER_FOLDER, Canary, Handover
 from ttrl.system.files import again
 from ttrl.system.request_folder import RequestFolder
 from ttrl.training.checkpoints import hand_over
@@ -103,19 +104,19 @@ class Residence:
     """
 
     def __init__(
-        self, here: Ranks, handed_over: Callable[[dict[str, Any]], None] = lambda facts: None
+        self, here: Ranks, handed_over: Callable[[Handover], None] = lambda handover: None
     ) -> None:
         """Make an empty one. `handed_over` is called with the message for servers, before
         checkpoint and state are written."""
         self._here = here
         self._tell = handed_over
-        self._kept: tuple[Trained, dict[str, Any], Files | int] | None = None
+        self._kept: tuple[Trained, dict[str, object], Files | int] | None = None
         """The trained objects, their settings, and their files; or their iteration, if no files
         were written.
         """
         self._memory = WeightMemory(here)
         self._is_parked = False
-        self.canary: dict[str, Any] | None = None
+        self.canary: Canary | None = None
         """The canary of the last transfer."""
 
     def enter(self, config: GRPOConfig, computes: bool = True) -> Trained:
@@ -180,8 +181,8 @@ class Residence:
         self,
         config: GRPOConfig,
         trained: Trained,
-        canary: dict[str, Any],
-        compared: dict[str, Any] | None = None,
+        canary: Canary,
+        compared: SamplerTrainer | None = None,
     ) -> bool:
         """Transfer the policy to servers, if `config` says so, before anything is written; return
         whether it is there. Servers sharing the device may use it from then on: everything here is
@@ -194,7 +195,7 @@ class Residence:
         if not config.hand_over:
             return False
         try:
-            facts = hand_over(self._memory, trained.policy, config.model, config.checkpoint_dtype)
+            parts = hand_over(self._memory, trained.policy, config.model, config.checkpoint_dtype)
             if config.free_memory:
                 self._park(trained)
         except StorageError as error:
@@ -203,7 +204,7 @@ class Residence:
             return False
         self.canary = canary
         self._here.barrier()  # the others have left it, too
-        self._tell(facts | {"canary": canary, "compared": compared})
+        self._tell(Handover(self._memory.path, parts, canary, compared=compared))
         return True
 
     def prepare(self, config: GRPOConfig) -> None:
@@ -244,7 +245,7 @@ class Residence:
         return bool(answers[0])
 
 
-def _settings(config: GRPOConfig) -> dict[str, Any]:
+def _settings(config: GRPOConfig) -> dict[str, object]:
     return {
         name: value
         for name, value in dataclasses.asdict(config).items()
@@ -347,7 +348,7 @@ def _serve(
     folder = RequestFolder(start.follow)
     number = 0
 
-    def tell(handover: dict[str, Any]) -> None:
+    def tell(handover: Handover) -> None:
         if here.is_first:
             folder.put_handover(number, handover)
 

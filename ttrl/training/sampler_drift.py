@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig
-from ttrl.facts import ComparedTokens, Difference, WorstPlace, part_of
+from ttrl.facts import Difference, SamplerTrainer, WorstPlace, part_of
 from ttrl.system.files import atomic_file
 from ttrl.training.batches import Update
 from ttrl.training.kernels.logprobs import IGNORE
@@ -46,7 +46,7 @@ def compare_tokens(
     here: Ranks,
     *,
     write: bool = True,
-) -> ComparedTokens:
+) -> SamplerTrainer:
     """Compare sampler and trainer on the trained tokens of `steps`, this rank's parts of the
     optimizer steps, for train.jsonl.
 
@@ -123,8 +123,8 @@ def _facts(step: Update) -> tuple[Tensor, Tensor, Tensor]:
 
 def _figures(
     logprobs: Tensor, sampled: Tensor, known: Tensor, finite: Tensor, tolerance: float
-) -> ComparedTokens:
-    found = ComparedTokens(
+) -> SamplerTrainer:
+    found = SamplerTrainer(
         tokens=int(finite.sum()),
         unknown=int((~known).sum()) if len(known) == len(logprobs) else 0,
         not_finite=int(known.sum() - finite.sum()),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig
+from ttrl.facts import Step, ratio
 from ttrl.training.batches import Update, policy_inputs
 from ttrl.training.counts import PARTS, token_counts, work_counts
 from ttrl.training.faults import Finite
@@ -30,6 +31,7 @@ from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 from ttrl.training.policy.value_head import ValueHead, value_loss
 from ttrl.training.step_metrics import Range, Sums, effective_sample_size
 from ttrl.training.step_noise import GradientPieces
+from ttrl.training.stepper import Taken
 from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 
@@ -54,7 +56,7 @@ class StepResult:
     """
     first_bad: str | None
     """The position of this rank's first non-finite loss."""
-    pieces: dict[str, Any] | None = None
+    pieces: Mapping[str, Any] | None = None
     """The results of `GradientPieces`, if enabled."""
     kl_share: float | None = None
     """See `ttrl.training.gradient_parts`; None without KL in the loss, or if a value head trains
@@ -316,45 +318,41 @@ class _Tokens:
         return self.loss(logprobs_n, at)[0] * self.weights[at]
 
 
-def step_metrics(result: StepResult, step: Update) -> dict[str, Any]:
-    """Return a step's loss metrics for train.jsonl, from sums over all ranks."""
+def step_metrics(result: StepResult, step: Update, taken: Taken) -> Step:
+    """Return a step's line for train.jsonl, from sums over all ranks."""
     sums = result.sums
     tokens = max(sums["trained_tokens"], 1)
-    metrics: dict[str, Any] = {
-        name: sums[name] / step.normaliser
-        for name in ("loss", *_WEIGHTED, "value_loss")
-        if name in sums
-    }
-    if "kl_weights" in sums and not sums["kl_weights"] > 0:
-        del metrics["kl"]
-    elif "kl_weights" in sums:
-        metrics["kl"] = sums["kl"] / sums["kl_weights"]
-    if result.kl_share is not None:
-        metrics["kl_share"] = result.kl_share
-    metrics["entropy"] = sums["entropy"] / tokens
-    metrics |= {
-        f"clip_fraction_{side}": sums[f"clipped_{side}"] / tokens for side in ("low", "high")
-    }
-    others = {
-        "dual_clipped": "dual_clip_fraction",
-        "chosen": "chosen_fraction",
-        "capped": "capped_fraction",
-    }
-    metrics |= {
-        ours: sums[name] / tokens
-        for name, ours in (others | {"correction": "correction"}).items()
-        if name in sums
-    }
-    if "value_error" in sums:
-        metrics["value_error"] = (sums["value_error"] / tokens) ** 0.5
-    metrics |= {"ratio_min": result.ratio[0], "ratio_max": result.ratio[1]}
-    metrics["ess"] = effective_sample_size(
-        sums["ratio"], sums["ratio_squared"], sums["trained_tokens"]
+
+    def over(whole: float, name: str) -> float | None:
+        return sums[name] / whole if name in sums else None
+
+    kl = over(step.normaliser, "kl")
+    if "kl_weights" in sums:
+        kl = ratio(sums["kl"], sums["kl_weights"])
+    value_error = over(tokens, "value_error")
+    if value_error is not None:
+        value_error **= 0.5
+    line = Step(
+        loss=over(step.normaliser, "loss"),
+        policy_loss=over(step.normaliser, "policy_loss"),
+        kl_loss=over(step.normaliser, "kl_loss"),
+        entropy_loss=over(step.normaliser, "entropy_loss"),
+        value_loss=over(step.normaliser, "value_loss"),
+        kl=kl,
+        kl_share=result.kl_share,
+        entropy=over(tokens, "entropy"),
+        clip_fraction_low=over(tokens, "clipped_low"),
+        clip_fraction_high=over(tokens, "clipped_high"),
+        dual_clip_fraction=over(tokens, "dual_clipped"),
+        chosen_fraction=over(tokens, "chosen"),
+        capped_fraction=over(tokens, "capped"),
+        correction=over(tokens, "correction"),
+        value_error=value_error,
+        ratio_min=result.ratio[0],
+        ratio_max=result.ratio[1],
+        ess=effective_sample_size(sums["ratio"], sums["ratio_squared"], sums["trained_tokens"]),
+        routing=routing_metrics(result.routing) if result.routing else None,
+        flops_by_part={name: sums["flops" if name == "training" else name] for name in PARTS},
+        normaliser=step.normaliser,
     )
-    metrics |= {name: int(sums[name]) for name in TOKENS}
-    if result.routing:
-        metrics["routing"] = routing_metrics(result.routing)
-    metrics["flops_by_part"] = {
-        name: sums["flops" if name == "training" else name] for name in PARTS
-    }
-    return metrics | {"normaliser": step.normaliser}
+    return line.replace(**taken._asdict(), **{name: int(sums[name]) for name in TOKENS})

@@ -2,11 +2,10 @@
 count, and their state on disk.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torchao.optim import CPUOffloadOptimizer
 
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.errors import RunFolderError
-from ttrl.system.files import write_json
+from ttrl.system.files import read_object, write_json
 from ttrl.training.faults import Skipped, somewhere
 from ttrl.training.optimizer.optimizer import (
     OptimizerInBackward,
@@ -30,6 +29,15 @@ from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import Policy
 
 _SKIPPED_FILE = "skipped.json"
+
+
+class Taken(NamedTuple):
+    """A step as taken or skipped: figures of train.jsonl."""
+
+    lr: float
+    grad_norm: float | None
+    value_grad_norm: float | None
+    skipped: str | None
 
 
 class Stepper:
@@ -90,19 +98,17 @@ class Stepper:
         """
         begin_step(self.optimizer, self._config, self.global_step, lr_scale)
 
-    def take(
-        self, not_finite: float, first_bad: str | None, lr_scale: float = 1.0
-    ) -> dict[str, Any]:
+    def take(self, not_finite: float, first_bad: str | None, lr_scale: float = 1.0) -> Taken:
         """Take the step if all losses and the gradient are finite; else discard the gradient (with
         `optimizer_in_backward`, the rest of it, as the reason says). Either way the run's step
-        count goes up, and with it the schedules. Returns the entries for train.jsonl. A collective.
+        count goes up, and with it the schedules. A collective.
 
         not_finite: the number of non-finite losses, over all ranks. first_bad: the position of this
             rank's first, in words.
 
         Raises DivergedError after too many skipped steps in a row, or for non-finite weights.
         """
-        facts: dict[str, Any] = {"lr": learning_rate(self._config, self.global_step) * lr_scale}
+        lr = learning_rate(self._config, self.global_step) * lr_scale
         why = None
         if not_finite:
             if not_finite == 1:
@@ -110,19 +116,15 @@ class Stepper:
             else:
                 count = f"{not_finite:.0f} losses are"
             why = f"{count} not finite; {somewhere(first_bad, self._here)}"
-            facts["grad_norm"] = math.nan
+            norms = {"grad_norm": math.nan}
             self._forget()
         else:
-            facts |= self._step(lr_scale)
-            norms = {
-                name: norm
-                for name, norm in facts.items()
-                if name.endswith("grad_norm") and not math.isfinite(norm)
-            }
-            if norms:
-                why = "the gradient norm is " + " and ".join(
-                    f"{norm} ({name})" for name, norm in norms.items()
-                )
+            norms = self._step(lr_scale)
+            infinite = [
+                f"{norm} ({name})" for name, norm in norms.items() if not math.isfinite(norm)
+            ]
+            if infinite:
+                why = "the gradient norm is " + " and ".join(infinite)
         if why is not None and isinstance(self.optimizer, OptimizerInBackward):
             why += (
                 "; with optimizer_in_backward, parameters whose gradients are finite have been "
@@ -131,9 +133,9 @@ class Stepper:
         self.global_step += 1
         if why is None:
             self._skipped.taken()
-            return facts
-        self._skipped.skip(self.global_step, why, self._policy, self._here)
-        return facts | {"skipped": why}
+        else:
+            self._skipped.skip(self.global_step, why, self._policy, self._here)
+        return Taken(lr, norms.get("grad_norm"), norms.get("value_grad_norm"), why)
 
     def save(self, folder: Path) -> None:
         """Write the state of policy, value head and skipped steps. A collective."""
@@ -190,7 +192,7 @@ def _skipped_before(state: str | None) -> int:
     if path is None or not path.is_file():
         return 0
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["in_a_row"])
+        return int(read_object(path)["in_a_row"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(
             f"{path} is damaged ({type(error).__name__}: {error}); it counts the skipped steps "

@@ -1,14 +1,13 @@
 """train.jsonl: a line for each optimizer step."""
 
 import contextlib
-import math
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.configs.recipe import PROGRESS_VARIABLE
+from ttrl.facts import SamplerTrainer, Step, dumped
 from ttrl.system.files import append_jsonl
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import Policy
@@ -52,8 +51,8 @@ class TrainLog:
         self._path = Path(config.output_dir, "train.jsonl")
         self._here = here
         self._watch = watch
-        self._held: dict[str, Any] | None = None
-        self.compared: dict[str, Any] | None = None
+        self._held: Step | None = None
+        self.compared: SamplerTrainer | None = None
         """The first step's comparison of sampler and trainer."""
         self._peak: float | None = None
         if here.is_first:
@@ -64,7 +63,7 @@ class TrainLog:
             )
         self._began = time.perf_counter()
 
-    def line(self, row: dict[str, Any], flops: float) -> None:
+    def line(self, step: Step, flops: float) -> None:
         """Add one step: its results, and the FLOPs of all ranks. Its time counts from the previous
         line.
         """
@@ -72,43 +71,36 @@ class TrainLog:
         wall = now - self._began
         self._began = now
         parts = self._watch.take()
-        if "sampler_trainer" in row:
-            self.compared = _without_nan(row["sampler_trainer"])
+        self.compared = self.compared or step.sampler_trainer
         if not self._here.is_first:
             return
         self._write(durable=False)
-        speed = {
-            "seconds": wall,
-            "tokens_per_second": row["row_tokens"] / wall,
-            "flops": flops,
-            "flops_per_second": flops / wall,
-        }
+        share = None
         if self._peak is not None:
             own = flops / wall / self._here.processes
             # Measured next to a busy server, without a better known peak.
             self._peak = max(self._peak, own)
-            speed |= {"matmul_peak": self._peak, "peak_share": own / self._peak}
-        self._held = (
-            row
-            | speed
-            | {"seconds_by_part": parts, "memory_peaks": memory_peaks(self._here.device)}
+            share = own / self._peak
+        self._held = step.replace(
+            seconds=wall,
+            tokens_per_second=(step.row_tokens or 0) / wall,
+            flops=flops,
+            flops_per_second=flops / wall,
+            matmul_peak=self._peak,
+            peak_share=share,
+            seconds_by_part=parts,
+            memory_peaks=memory_peaks(self._here.device),
         )
 
     def close(self) -> None:
         """Add measurements since the last step to its line, and write it."""
         if self._held is not None:
-            self._held["seconds_by_part"] |= self._watch.take()
+            parts = (self._held.seconds_by_part or {}) | self._watch.take()
+            self._held = self._held.replace(seconds_by_part=parts)
             self._write()
 
     def _write(self, durable: bool = True) -> None:
         if self._held is not None:
             # The last line makes all of them so.
-            append_jsonl(self._path, _without_nan(self._held), durable=durable)
+            append_jsonl(self._path, dumped(self._held).encode(), durable=durable)
             self._held = None
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace non-finite numbers by None, in nested values too: JSON has no NaN."""
-    if isinstance(value, dict):
-        return {name: _without_nan(part) for name, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

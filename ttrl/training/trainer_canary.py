@@ -10,12 +10,11 @@ Before the first iteration, the trainer computes the starting model's canary, fr
 server's limits in half precision. The checkpoints trained from it keep its text and this measure.
 """
 
-import json
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -23,8 +22,9 @@ from torch import distributed
 
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ModelFolderError
-from ttrl.records import CANARY_FILE
-from ttrl.system.files import write_json
+from ttrl.facts import dumped
+from ttrl.records import CANARY_FILE, Canary, HalfPrecision
+from ttrl.system.files import write_text
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import gathered_precision
@@ -72,7 +72,8 @@ def canary_tokens(folder: Path, vocab_size: int, max_length: int) -> list[int]:
     letters) random ones.
     """
     length = max(2, min(CANARY_LENGTH, max_length - GREEDY_LENGTH))
-    known = (_stored(folder).get("token_ids") or _text_tokens(folder))[:length]
+    stored = _stored(folder)
+    known = (_text_tokens(folder) if stored is None else stored.token_ids)[:length]
     if len(known) >= 2 and all(0 <= token < vocab_size for token in known):
         return known
     return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -92,17 +93,12 @@ def _text_tokens(folder: Path) -> list[int]:
     return []
 
 
-def _stored(folder: Path) -> dict[str, Any]:
-    """Return the canary in a model folder; empty if missing or unreadable."""
+def _stored(folder: Path) -> Canary | None:
+    """Return the canary in a model folder; None if missing or unreadable."""
     try:
-        content = json.loads((folder / CANARY_FILE).read_text(encoding="utf-8"))
-        lists = {
-            name: [int(token) for token in content[name]]
-            for name in ("token_ids", "greedy_token_ids")
-        }
-        return lists | {"half_precision": content.get("half_precision")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        return Canary.load(folder)
+    except ModelFolderError:
+        return None
 
 
 @torch.no_grad()
@@ -122,8 +118,8 @@ def _distributions(
     return out.logprobs.float().cpu()
 
 
-def compute_canary(policy: Policy, device: torch.device, folder: Path) -> dict[str, Any]:
-    """Return the content of canary.json: natural log-probabilities of each token given those before
+def compute_canary(policy: Policy, device: torch.device, folder: Path) -> Canary:
+    """Return the canary of the policy: natural log-probabilities of each token given those before
     it, and a greedy continuation with its margins (the best token's log-probability less the
     second's). A collective if the policy is sharded.
 
@@ -136,7 +132,8 @@ def compute_canary(policy: Policy, device: torch.device, folder: Path) -> dict[s
     vocab_size = decoder.tok_embeddings.num_embeddings
     stored = _stored(folder)
     tokens = canary_tokens(folder, vocab_size, decoder.max_seq_len)
-    guess = [token for token in stored.get("greedy_token_ids", ()) if 0 <= token < vocab_size]
+    known = [] if stored is None else stored.greedy_token_ids
+    guess = [token for token in known if 0 <= token < vocab_size]
     greedy = [*guess, *[0] * GREEDY_LENGTH][:GREEDY_LENGTH]
     logprobs: list[float] = []
     for _ in range(GREEDY_LENGTH):
@@ -161,17 +158,17 @@ def compute_canary(policy: Policy, device: torch.device, folder: Path) -> dict[s
         dtype = "bfloat16"
     else:
         dtype = "float32"
-    return {
-        "schema": 1,
-        "dtype": dtype,
-        "context": decoder.context,
-        "token_ids": tokens,
-        "logprobs": [None, *logprobs],
-        "greedy_token_ids": greedy,
-        "greedy_logprobs": greedy_logprobs,
-        "greedy_margins": margins,
-        "half_precision": stored.get("half_precision"),
-    }
+    return Canary(
+        schema=1,
+        dtype=dtype,
+        context=decoder.context,
+        token_ids=tokens,
+        logprobs=[None, *logprobs],
+        greedy_token_ids=greedy,
+        greedy_logprobs=greedy_logprobs,
+        greedy_margins=margins,
+        half_precision=None if stored is None else stored.half_precision,
+    )
 
 
 def _chosen(distributions: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
@@ -185,12 +182,13 @@ def write_canary(config: TrainingConfig, policy: Policy, here: Ranks) -> None:
     collective."""
     canary = compute_canary(policy, here.device, Path(config.model))
     if _has_fp32(config, here):
-        canary["half_precision"] = half_precision(policy, canary["token_ids"], here.device)
+        measured = half_precision(policy, canary.token_ids, here.device)
+        canary = replace(canary, half_precision=measured)
     # The server has the starting model, without this rounding.
     if config.lora_base_dtype == "nf4":
-        canary["dtype"] = "nf4"
+        canary = replace(canary, dtype="nf4")
     if here.is_first:
-        write_json(Path(config.output_dir, "checkpoint", CANARY_FILE), canary)
+        write_text(Path(config.output_dir, "checkpoint", CANARY_FILE), dumped(canary))
     here.barrier()
 
 
@@ -202,10 +200,8 @@ def _has_fp32(config: TrainingConfig, here: Ranks) -> bool:
     return not is_sharded or gathered_precision(config, here.device).param_dtype is None
 
 
-def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> dict[str, float]:
-    """Return the distance of bf16 from fp32 on this model: mean and 99th percentile of |difference|
-    over the tokens, in nats.
-    """
+def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> HalfPrecision:
+    """Measure the distance of bf16 from fp32 on this model over the tokens."""
     kept = policy.compute_dtype
     found = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -213,10 +209,8 @@ def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> d
         found.append(_chosen(_distributions(policy, tokens, 0, device), tokens))
     policy.compute_dtype = kept
     differences = (found[0] - found[1]).abs()
-    return {
-        "mean": float(differences.mean()),
-        "p99": float(differences.quantile(0.99, interpolation="higher")),
-    }
+    p99 = differences.quantile(0.99, interpolation="higher")
+    return HalfPrecision(float(differences.mean()), float(p99))
 
 
 def _same_everywhere(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,6 @@ took four times as long.
 
 import contextlib
 import importlib
-import json
 import logging
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from ttrl.nanochat import OWN_MODEL_TYPES
+from ttrl.system.files import read_object
 from ttrl.vllm_worker import OWN_MODEL_VARIABLE
 from ttrl.vllm_worker.delta_rule import compute_in_float32
 from ttrl.vllm_worker.routing import OPTION, capture_on_cpus, stream_experts
@@ -60,10 +60,9 @@ def main() -> None:
 def _is_own_model(folder: Path) -> bool:
     """Tell whether a folder's config names a class of ours."""
     try:
-        config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        return read_object(Path(folder, "config.json")).get("model_type") in OWN_MODEL_TYPES
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("model_type") in OWN_MODEL_TYPES
 
 
 def share_port(port: int) -> None:

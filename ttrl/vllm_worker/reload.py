@@ -7,7 +7,7 @@
   the meta device, and a copy there is lost (`KeepDirectWrites`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class KeepDirectWrites(TorchDispatchMode):
         func: Callable[..., Any],
         types: Any,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].is_meta:
             parameter = self._owner(args[0])

@@ -78,14 +78,14 @@ class _Recorder:
         starts = batch.num_computed_tokens_cpu[: len(counts)].tolist()
         self.step = list(zip(batch.req_ids, starts, counts.tolist(), strict=True))
 
-    def end(self, scheduled: Any) -> dict[str, Any]:
+    def end(self, scheduled: Any) -> dict[str, object]:
         """Keep the choices of the step, and return each request's choices not yet returned."""
         connector: Any = importlib.import_module("vllm.distributed.aux_output_connector.connector")
         for request in scheduled.finished_req_ids:
             self.rows.pop(request, None)
         chosen = self.capturer.device_buffer[: sum(count for _, _, count in self.step)]
         chosen = chosen.to(self.capturer.output_dtype).numpy()
-        found = {}
+        found: dict[str, object] = {}
         offset = 0
         for request, start, count in self.step:
             rows = self._room(request, start + count)

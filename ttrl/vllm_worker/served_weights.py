@@ -30,7 +30,7 @@ import copy
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -53,6 +53,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from ttrl.facts import WeightsComparison
 from ttrl.vllm_worker.reload import KeepDirectWrites, pack_again, packs_experts, unpack_experts
 
 logger = logging.getLogger(__name__)
@@ -97,15 +98,13 @@ class WeightSync:
         folder: str | None = None,
         memory: str | None = None,
         parts: list[tuple[str, list[int], list[int]]] | None = None,
-    ) -> dict[str, Any]:
+    ) -> Mapping[str, Any]:
         """Compare this worker's weights with the files of `folder`, or with `memory`.
 
         parts: the tensor parts with digests of the trainer, as (name, starts, lengths); each worker
             reads its share of them. None: each of the tensors.
-        {"problems": differences, in words; "tensors": name (and number, with `parts`) → SHA-256 of
-        the bytes read; "compared": elements compared with the files, "exact": whether packed copies
-        were compared bit for bit too; "unchecked": elements of parameters not comparable; "failed":
-        reason for comparing nothing, or None}
+
+        Returns the JSON of WeightsComparison.
         """
         worker: Any = self
         _share_prompts(worker)
@@ -113,19 +112,12 @@ class WeightSync:
             try:
                 weights = read_weights(worker, folder, memory)
                 shares = None if parts is None else _share(worker, parts)
-                return _compare(worker, weights, shares) | {"failed": None}
+                return _compare(worker, weights, shares).to_json()
             # Another model or vLLM may work differently: there is still the canary.
             except Exception as error:
                 logger.exception("weights cannot be compared")
                 why = f"{type(error).__name__}: {error}"
-                return {
-                    "problems": [],
-                    "tensors": {},
-                    "compared": 0,
-                    "unchecked": 0,
-                    "exact": False,
-                    "failed": why,
-                }
+                return WeightsComparison(failed=why).to_json()
 
 
 def _share_prompts(worker: Any) -> None:
@@ -173,7 +165,7 @@ def _share(worker: Any, parts: list[tuple[str, list[int], list[int]]]) -> _Parts
 
 def _compare(
     worker: Any, weights: Iterable[tuple[str, Tensor]], parts: _Parts | None
-) -> dict[str, Any]:
+) -> WeightsComparison:
     model = worker.model_runner.get_model()
     held = _Held(model)
     digests: dict[str, Future[str]] = {}
@@ -191,13 +183,13 @@ def _compare(
         held.compare_experts()
         held.compare_packed()
         tensors = {name: digest.result() for name, digest in digests.items()}
-    return {
-        "problems": held.problems(),
-        "tensors": tensors,
-        "compared": held.compared,
-        "unchecked": held.unchecked + held.not_reached,
-        "exact": held.exact,
-    }
+    return WeightsComparison(
+        problems=held.problems(),
+        tensors=tensors,
+        compared=held.compared,
+        unchecked=held.unchecked + held.not_reached,
+        exact=held.exact,
+    )
 
 
 def _digest(tensor: Tensor) -> str:
@@ -396,14 +388,15 @@ class _CompareInsteadOfCopying(TorchDispatchMode):
         func: Callable[..., Any],
         types: Any,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        writes = {
+        writes: dict[Any, int | None] = {
             torch.ops.aten.copy_.default: 1,
             torch.ops.aten.fill_.Scalar: 1,
             torch.ops.aten.zero_.default: None,
         }
-        if func in writes and (name := self._held.owner(args[0])) is not None:
+        name = self._held.owner(args[0]) if func in writes else None
+        if name is not None:
             place = writes[func]
             value = 0 if place is None else args[place]
             self._held.take(

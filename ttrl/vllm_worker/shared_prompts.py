@@ -13,6 +13,7 @@ difference, or an error in any step, ends sharing for good.
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ class SharedPrompts:
     """Replace the forward pass of one model runner. active: until the first difference or error.
     saved: tokens not computed."""
 
-    def __init__(self, runner: Any, layers: dict[str, Any]) -> None:
+    def __init__(self, runner: Any, layers: Mapping[str, Any]) -> None:
         self._forward, self._name = runner._model_forward, next(iter(layers))
         self._block_size: int = layers[self._name].kv_cache.shape[2]
         # While a step shares: the representing row of each of its tokens.

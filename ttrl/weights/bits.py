@@ -14,7 +14,7 @@ from typing import Any
 
 from ttrl.errors import RunFolderError
 from ttrl.run_folder.folder import IterationFolder
-from ttrl.system.files import write_json
+from ttrl.system.files import read_object, write_json
 
 WEIGHTS_FILE = "weights.json"
 _NO_BITS = {
@@ -57,7 +57,7 @@ def check_bits(
     of["rows"] = iteration.files("pack").get("packed.safetensors")
     of = json.loads(json.dumps(of))  # lists, as they will be read
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_object(path)
     else:
         before = None
     if before is None:

@@ -14,17 +14,13 @@ not, and a tiny change may stay within the tolerance. So a worker's weights are 
 the files (`ttrl.weights.verify`).
 """
 
-import json
 import math
-import os
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from ttrl.errors import ModelFolderError, ServerError
-from ttrl.records import CANARY_FILE
+from ttrl.errors import ServerError
+from ttrl.records import Canary
 from ttrl.server.connection import ServerConnection
 
 
@@ -37,13 +33,6 @@ class Tolerance:
     mean: float
     p99: float
     maximum: float = math.inf
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for an invalid distance."""
-        if not (0 <= self.mean < math.inf and 0 <= self.p99 < math.inf):
-            raise ValueError(
-                f"mean {self.mean} and p99 {self.p99} nats; both must be finite and not negative"
-            )
 
 
 # float32: the same numbers but for the order of additions; 1e-5 is typical, and one step of
@@ -60,66 +49,6 @@ _TIMES_MEAN = 3.0
 _TIMES_P99 = 4.0
 # Models with hardly any rounding: other kernels may round more.
 _LEAST = Tolerance(mean=0.01, p99=0.1)
-
-
-@dataclass(frozen=True)
-class Canary:
-    """The trainer's values. logprobs[t] is that of token t given the tokens before it; the first is
-    None.
-    """
-
-    schema: int
-    dtype: str
-    token_ids: list[int]
-    logprobs: list[float | None]
-    greedy_token_ids: list[int]
-    greedy_logprobs: list[float]
-    greedy_margins: list[float]
-    """Log-probability of the most likely token minus that of the second, at each greedy step."""
-    half_precision: Tolerance | None = None
-    """The error of half precision on this model: |bf16 - fp32| of the trainer, at the start of the
-    run.
-    """
-    weights: dict[str, str] = field(default_factory=dict)
-    """Name of a tensor in the checkpoint → SHA-256 of its bytes, as the trainer wrote it; empty if
-    none were recorded.
-    """
-
-    @classmethod
-    def load(cls, checkpoint_folder: str | os.PathLike[str]) -> "Canary":
-        """Read canary.json. Raises ModelFolderError if it is missing or damaged."""
-        path = Path(checkpoint_folder, CANARY_FILE)
-        try:
-            return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), cls)
-        except FileNotFoundError:
-            problem = "does not exist"
-        except msgspec.ValidationError as error:
-            problem = f"is damaged ({error})"
-        except (OSError, ValueError) as error:
-            problem = f"cannot be read ({error})"
-        raise ModelFolderError(
-            f"{path} {problem}; without it nobody can tell whether a server computes with these "
-            "weights; train the checkpoint again"
-        )
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for mismatched lists and invalid numbers."""
-        if self.schema != 1:
-            raise ValueError(f"schema {self.schema}, this version reads 1")
-        if len(self.token_ids) < 2 or len(self.token_ids) != len(self.logprobs):
-            raise ValueError(
-                f"{len(self.token_ids)} token ids and {len(self.logprobs)} logprobs; at least 2, "
-                "and as many of each"
-            )
-        greedy = (self.greedy_token_ids, self.greedy_logprobs, self.greedy_margins)
-        lengths = sorted({len(values) for values in greedy})
-        if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(
-                f"greedy lists of lengths {lengths}; they must have one length, at least 1"
-            )
-        numbers = [*self.logprobs[1:], *self.greedy_logprobs, *self.greedy_margins]
-        if not all(value is not None and math.isfinite(value) for value in numbers):
-            raise ValueError("a log-probability that is not a finite number")
 
 
 def tolerance_for(canary: Canary, server_dtype: str | None) -> tuple[str, Tolerance]:
@@ -214,14 +143,14 @@ def check_canary(
     return CanaryReport(largest, problem, stale)
 
 
-def _completion(server: ServerConnection, canary: Canary, **parameters: Any) -> dict[str, Any]:
+def _completion(server: ServerConnection, canary: Canary, **parameters: Any) -> Mapping[str, Any]:
     body = {
         "model": server.model_name,
         "prompt": canary.token_ids,
         "temperature": 0.0,
         **parameters,
     }
-    answer: dict[str, Any] = server.request("POST", "/v1/completions", body)
+    answer: Mapping[str, Any] = server.request("POST", "/v1/completions", body)
     return answer
 
 

@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar
 
 from ttrl.errors import ServerDiedError, ServerError, ServerStartError, UserError, WeightSyncError
 from ttrl.facts import Sync
+from ttrl.records import Handover
 from ttrl.server.connection import ServerConnection
 from ttrl.server.vllm import VLLMServer
-from ttrl.weights.source import Handover
 from ttrl.weights.sync import SyncReport, sleep
 
 logger = logging.getLogger(__name__)

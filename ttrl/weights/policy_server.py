@@ -22,7 +22,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.configs.vllm_arguments import LORA_RANKS, lora_rank_there
 from ttrl.errors import ServerDiedError, ServerError, WeightSyncError
 from ttrl.facts import Sync
-from ttrl.records import Endpoint
+from ttrl.records import Endpoint, Handover
 from ttrl.server.connection import Bring, JoinedServer, ServerConnection
 from ttrl.server.cpu import is_cpu_build, thread_variables
 from ttrl.server.model_folder import base_of_adapter, merge_adapter
@@ -30,7 +30,6 @@ from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
 from ttrl.system.gpus import visible_devices
 from ttrl.weights.member import Member, Policy, in_thread
-from ttrl.weights.source import Handover
 from ttrl.weights.sync import SyncReport, sync_weights
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ def make_server(
     """Return a server of a run, not started yet. Raises ConfigError for arguments in
     `config.server` set by ttrl itself.
     """
-    extra: dict[str, Any] = {}
+    extra: dict[str, object] = {}
     if adapters:
         rank = lora_rank_there(model_folder, config.recipe_config({}).lora_rank or 1)
         extra["max_lora_rank"] = next(

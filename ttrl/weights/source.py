@@ -15,19 +15,13 @@ the same for both sources (`ttrl.weights.verify`): a worker compares its weights
 element by element, and hashes the source; the loop compares these digests with the trainer's.
 """
 
-import hashlib
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
-from ttrl.errors import ServerError
-from ttrl.records import CANARY_FILE
-from ttrl.weights.canary import Canary
-
-_LOOK_SECONDS = 0.1
+from ttrl.records import Canary, Handover
 
 Digests: TypeAlias = Mapping[str, str]
 """By name of a tensor or of a part: SHA-256 of the bytes read by a worker."""
@@ -52,7 +46,7 @@ class Files:
         return cls(folder, Canary.load(folder))
 
     @property
-    def place(self) -> dict[str, Any]:
+    def place(self) -> dict[str, str]:
         """Return the place of the weights, as the methods of vLLM's workers take it."""
         return {"folder": str(self.folder)}
 
@@ -83,76 +77,6 @@ class Files:
             if not worker:
                 found.append("no tensor was read")
         return found
-
-
-@dataclass(frozen=True)
-class Handover:
-    """Weights held out by a trainer in memory, as long as it lives and until it writes the next
-    ones there.
-    """
-
-    memory: str
-    """The path for mapping it in processes of this machine."""
-    parts: list[tuple[str, list[int], list[int], str]]
-    """Parts of all of the weights: name of the tensor, begin and length in each dimension,
-    SHA-256."""
-    canary: Canary
-    """The trainer's results with them, as in canary.json."""
-    is_written: bool = True
-    """Whether the trainer writes them as files, too."""
-    has_digests: ClassVar[bool] = True
-
-    def wait_for_files(self, checkpoint: Path) -> None:
-        """Wait until the trainer has written the weights as files. Raises ServerError if it does
-        not write them, or ended before.
-        """
-        if not self.is_written:
-            raise ServerError(
-                f"the weights of {checkpoint} are in the trainer's memory alone (save_every), "
-                "and can't be read"
-            )
-        while not (checkpoint / CANARY_FILE).is_file():  # the folder appears as a whole
-            if not os.path.exists(self.memory) and not (checkpoint / CANARY_FILE).is_file():
-                raise ServerError(f"the trainer ended before it had written {checkpoint}")
-            time.sleep(_LOOK_SECONDS)
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Return the place of the weights, as the methods of vLLM's workers take it."""
-        return {"memory": self.memory}
-
-    @property
-    def spans(self) -> list[tuple[str, list[int], list[int]]]:
-        """Return the parts without their digests; a worker has to compute those."""
-        return [(name, starts, lengths) for name, starts, lengths, _ in self.parts]
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """Return a digest of each tensor, of all its parts: the same for the same numbers, divided
-        in the same way.
-        """
-        parts: dict[str, list[str]] = {}
-        for name, starts, lengths, sha in self.parts:
-            parts.setdefault(name, []).append(f"{starts} {lengths} {sha}")
-        return {
-            name: hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
-            for name, found in parts.items()
-        }
-
-    def problems(self, read: Sequence[Digests]) -> list[str]:
-        """Return the problems with the bytes read by the workers; together they read all."""
-        known = {label: sha for worker in read for label, sha in worker.items()}
-        wrong = [
-            name
-            for number, (name, *_, sha) in enumerate(self.parts)
-            if known.get(f"{name} {number}") != sha
-        ]
-        if not wrong:
-            return []
-        return [
-            f"{len(dict.fromkeys(wrong))} tensors in memory are not those that the trainer wrote, "
-            f"such as {wrong[0]}"
-        ]
 
 
 Source: TypeAlias = Files | Handover

@@ -18,14 +18,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ttrl.errors import ServerDiedError, ServerError, WeightSyncError
 from ttrl.facts import Sync
+from ttrl.records import Canary, Handover
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
 from ttrl.server.vllm import VLLMServer
-from ttrl.weights.canary import Canary, leave_in_cache
-from ttrl.weights.source import Files, Handover, Source
+from ttrl.weights.canary import leave_in_cache
+from ttrl.weights.source import Files, Source
 from ttrl.weights.verify import LOAD_SECONDS, Proof, prove, verify_weights
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ def load_weights(server: ServerConnection, source: Source) -> None:
         return
     if server.serves_adapters:
         return  # it has had its base since its start
-    body: dict[str, Any] = {"method": "ttrl_load_weights", "kwargs": source.place}
+    body: dict[str, object] = {"method": "ttrl_load_weights", "kwargs": source.place}
     if not server.worker_extension:
         body = {"method": "reload_weights", "kwargs": {"weights_path": source.place["folder"]}}
     server.request("POST", "/collective_rpc", body, timeout=LOAD_SECONDS)

@@ -20,9 +20,9 @@ import logging
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ttrl.errors import WeightSyncError
+from ttrl.facts import WeightsComparison, read_facts
 from ttrl.server.connection import ServerConnection
 from ttrl.server.vllm import VLLMServer
 from ttrl.weights.canary import CanaryReport, check_canary
@@ -119,11 +119,10 @@ def compare_weights(server: ServerConnection, source: Source) -> Proof:
     """
     if not server.worker_extension or server.serves_adapters:
         return Proof()
-    body = {"method": "ttrl_compare_weights", "kwargs": source.place | {"parts": source.spans}}
-    workers: list[dict[str, Any]] = server.request(
-        "POST", "/collective_rpc", body, timeout=LOAD_SECONDS
-    )["results"]
-    failed = [worker["failed"] for worker in workers if worker["failed"]]
+    body = {"method": "ttrl_compare_weights", "kwargs": {**source.place, "parts": source.spans}}
+    answer = server.request("POST", "/collective_rpc", body, timeout=LOAD_SECONDS)
+    workers = [read_facts(WeightsComparison, worker) for worker in answer["results"]]
+    failed = [worker.failed for worker in workers if worker.failed]
     if failed:
         logger.warning(
             "%s cannot compare its weights, so the canary alone speaks for them: %s",
@@ -134,12 +133,12 @@ def compare_weights(server: ServerConnection, source: Source) -> Proof:
     problems = [
         f"what the server holds differs: {problem}"
         for worker in workers
-        for problem in worker["problems"]
+        for problem in worker.problems
     ]
-    problems += source.problems([worker["tensors"] for worker in workers])
-    compared = sum(worker["compared"] for worker in workers)
-    unchecked = sum(worker["unchecked"] for worker in workers)
-    exact = all(worker["exact"] for worker in workers)
+    problems += source.problems([worker.tensors for worker in workers])
+    compared = sum(worker.compared for worker in workers)
+    unchecked = sum(worker.unchecked for worker in workers)
+    exact = all(worker.exact for worker in workers)
     # Without the trainer's own record, the files may not be what the trainer computed with.
     is_whole = bool(compared) and source.has_digests and not unchecked and exact and not problems
     return Proof(

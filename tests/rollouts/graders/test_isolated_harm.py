@@ -95,7 +95,7 @@ def writes_garbage(choice):
 def answers_itself(choice):
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
-            os.write(descriptor, wire.pack({"reward": 5.0, "metrics": {}}))
+            os.write(descriptor, wire.pack(wire.Reply("", reward=5.0, metrics={})))
     return 1.0
 
 

@@ -155,7 +155,7 @@ def test_the_routers_own_choice_replayed_changes_nothing_and_a_planted_one_is_co
         assert planted[-1].replayed == pytest.approx(1 - 1 / tokens)
         assert planted[-1].differing == pytest.approx(1 / (tokens - 1))
         assert all(one.differing == 0 for one in planted[:-1])
-        assert routing_metrics(planted)["differing"] == pytest.approx(
+        assert routing_metrics(planted).differing == pytest.approx(
             planted[-1].differing / len(planted)
         )
 

@@ -256,7 +256,7 @@ def test_what_bf16_costs_is_measured_for_a_base_in_bf16(narrow):
     found, expected = (
         half_precision(one, list(range(1, 40)), ALONE.device) for one in (policy, wide)
     )
-    assert found == expected and found["mean"] > 0
+    assert found == expected and found.mean > 0
 
 
 class TestGoingOn:

@@ -20,10 +20,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ttrl.messages import TEXT_FIELDS, text_of
+from ttrl.messages import TEXT_FIELDS, JsonObject, text_of
 
 
-def server_content(message: Mapping[str, Any], *, as_parts: bool) -> str | list[dict[str, Any]]:
+def server_content(message: Mapping[str, Any], *, as_parts: bool) -> str | list[JsonObject]:
     """Return a message's content in the form expected by a template."""
     content = message.get("content")
     if not as_parts or message.get("role") == "tool":
@@ -34,7 +34,7 @@ def server_content(message: Mapping[str, Any], *, as_parts: bool) -> str | list[
     return [_as_text_part(part) for part in parts if _text(part) is not None]
 
 
-def _text_part(text: str) -> dict[str, Any]:
+def _text_part(text: str) -> JsonObject:
     return {"type": "text", "text": text}
 
 
@@ -42,7 +42,7 @@ def _text(part: Mapping[str, Any]) -> Any:
     return part.get(TEXT_FIELDS[part["type"]])
 
 
-def _as_text_part(part: Mapping[str, Any]) -> dict[str, Any]:
+def _as_text_part(part: Mapping[str, Any]) -> JsonObject:
     """Return a part of type "text" as it is, and a part of another type as a plain text part."""
     if part["type"] == "text":
         return dict(part)

@@ -117,7 +117,8 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
 
     thoughts: dict[str, str] = {}
     for key in REASONING_KEYS:
-        if isinstance(text := message.get(key), str):
+        text = message.get(key)
+        if isinstance(text, str):
             if text not in thoughts:  # two names of one text
                 thoughts[text] = marked("reasoning", text)
             probe.message[key] = thoughts[text]

@@ -18,6 +18,7 @@ from ttrl.data.chat.content import reads_parts, server_content
 from ttrl.data.chat.template_sandbox import TemplateSizeError, allowance, render
 from ttrl.errors import ModelFolderError, TemplateRefusalError, TokenizationError
 from ttrl.messages import (
+    JsonObject,
     Message,
     Tool,
     messages_without_nulls,
@@ -116,7 +117,7 @@ def _is_function_call(call: Any) -> bool:
     return isinstance(call, dict) and isinstance(call.get("function"), dict)
 
 
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | None:
+def _arguments(function: Mapping[str, Any]) -> JsonObject | None:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:

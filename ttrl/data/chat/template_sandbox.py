@@ -390,17 +390,18 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Write JSON as transformers does; Jinja's own filter escapes for HTML."""
-    options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
     meter = _meter.get()
     meter.check(_linear(value))
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, sort_keys=sort_keys, indent=indent, separators=separators
+    )
     if indent is None and separators is None:
-        return json.dumps(value, **options)
+        return encoder.encode(value)
     if isinstance(indent, int):
         step = indent
     else:
         step = len(indent or "")
     meter.check(1000 * step)  # a list in lists is indented by a multiple
-    encoder = json.JSONEncoder(indent=indent, separators=separators, **options)
     pieces = _Buffer()
     pieces.extend(encoder.iterencode(value))
     return "".join(pieces)

@@ -12,7 +12,7 @@ Special tokens in any text become special tokens, as they do at the server.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
@@ -207,7 +207,7 @@ class _Chat:
         tools: list[Tool] | None,
         stop_tokens: Collection[str] | None,
         now: datetime | None,
-        template_kwargs: dict[str, Any],
+        template_kwargs: Mapping[str, Any],
     ) -> None:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, now, template_kwargs)

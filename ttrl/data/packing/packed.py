@@ -182,14 +182,15 @@ class PackedTensors:
         save_packed(self.tensors(), self.samples, header, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "PackedTensors":
-        """Read a file of `save` and check it. Raises PackError if it is missing, damaged, foreign
-        or breaks the format.
+    def load(cls, path: str | os.PathLike[str], *, checked: bool = True) -> "PackedTensors":
+        """Read a file of `save`, mapped into memory, and check it (if `checked`). Raises PackError
+        if it is missing, damaged, foreign or breaks the format.
         """
         tensors, samples, header = load_packed(path)
         columns: dict[str, Any] = {**tensors, **header}
         packed = cls(samples=samples, **columns)
-        packed.check(os.fspath(path))
+        if checked:
+            packed.check(os.fspath(path))
         return packed
 
 

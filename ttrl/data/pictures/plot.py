@@ -166,23 +166,16 @@ def _draw_row(
     for segment in segments:
         colour = group_colour(segment.tree, segment.depth, depths)
         bottom = top - (segment.depth + 1) * level
-        box: dict[str, Any] = {
-            "linewidth": 0.6 if len(segments) < 200 else 0.15,
-            "edgecolor": "white",
-        }
-        axis.broken_barh(
-            [(segment.begin, segment.stop - segment.begin)],
-            (bottom, level),
-            facecolor=colour,
-            **box,
-        )
+        spans = [(segment.begin, segment.stop, colour)]
         if segment.end > segment.stop:
-            below = mix("#ffffff", colour, 0.18)
+            spans.append((segment.stop, segment.end, mix("#ffffff", colour, 0.18)))
+        for begin, stop, face in spans:
             axis.broken_barh(
-                [(segment.stop, segment.end - segment.stop)],
+                [(begin, stop - begin)],
                 (bottom, level),
-                facecolor=below,
-                **box,
+                facecolor=face,
+                edgecolor="white",
+                linewidth=0.6 if len(segments) < 200 else 0.15,
             )
         low = segment.position
         high = segment.position + segment.stop - segment.begin
@@ -208,13 +201,14 @@ def _draw_row(
         colours.append(advantage_colour(value, largest))
     axis.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0))
     if used < packed.seq_len:
-        padding: dict[str, Any] = {
-            "facecolor": "#f4f4f2",
-            "hatch": "////",
-            "edgecolor": _PADDING,
-            "linewidth": 0,
-        }
-        axis.broken_barh([(used, packed.seq_len - used)], (_TREE, top - _TREE), **padding)
+        axis.broken_barh(
+            [(used, packed.seq_len - used)],
+            (_TREE, top - _TREE),
+            facecolor="#f4f4f2",
+            hatch="////",
+            edgecolor=_PADDING,
+            linewidth=0,
+        )
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int, float]]:

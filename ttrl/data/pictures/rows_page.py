@@ -34,6 +34,7 @@ from ttrl.data.pictures.segments import (
     visible,
 )
 from ttrl.errors import PackError
+from ttrl.messages import JsonObject
 from ttrl.text import spans
 
 MAX_BYTES = 50_000_000
@@ -213,7 +214,7 @@ def script_json(value: Any) -> str:
 
 def page_data(
     packed: PackedTensors, segments: dict[int, list[Segment]], token_text: TokenText | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the data of the page's script, as JSON values.
 
     rows         one per row, see `row_data`
@@ -268,7 +269,7 @@ def page_data(
 
 def row_data(
     packed: PackedTensors, row: int, segments: Sequence[Segment], ids: np.ndarray
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return a row as compact lists; `ids` is the sorted vocabulary of the page.
 
     segments     [parent, depth, tree, begin, stop, end, sample, position, label], in the order of

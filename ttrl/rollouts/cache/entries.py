@@ -109,7 +109,7 @@ def _canonical(value: Any, where: str) -> Any:
             return int(value)
         return value
     if isinstance(value, Mapping):
-        named: dict[str, Any] = {}
+        named: dict[str, object] = {}
         for key, item in value.items():
             name = key if isinstance(key, str) else str(key) if type(key) is int else None
             if name is None or name in named:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from ttrl.messages import Message
 from ttrl.rollouts.client.tool_calls import LiveFunction, LiveToolCall, add_part
 from ttrl.rollouts.client.wire import (
     TEXTS,
@@ -141,9 +142,9 @@ class LiveMessage:
             pieces[:] = ["".join(pieces)]
         return pieces[0]
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> Message:
         """Return it in the form of an unstreamed answer."""
-        message: dict[str, Any] = {
+        message: Message = {
             "role": self.role,
             **{name: getattr(self, name) for name in self._texts},
         }

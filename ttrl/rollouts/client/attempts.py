@@ -19,6 +19,7 @@ from ttrl.rollouts.client.opening import with_opening
 from ttrl.rollouts.client.stream import stream_answers
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, loads, read_answers
+from ttrl.text import present
 
 STREAM_INTERVAL = 8
 """Tokens per chunk if streams are only counted: each chunk costs the client."""
@@ -66,7 +67,7 @@ class CountedAttempt:
         except BaseException:
             self.add(-self._counted)
             raise
-        got = [answer for answer in answers if answer is not None]
+        got = present(answers)
         total = sum(answer.completion_tokens or 0 for answer in got) - self.had
         if total != self._counted:  # not streamed, or a server without ids
             self.add(total - self._counted)

@@ -15,7 +15,7 @@ from openai import NotGiven
 from openai.resources.chat.completions import AsyncCompletions
 
 from ttrl.errors import UserError
-from ttrl.messages import without_nulls
+from ttrl.messages import JsonObject, without_nulls
 from ttrl.rollouts.client.wire import EXPERTS
 from ttrl.text import is_number
 
@@ -140,7 +140,7 @@ class ChatRequest:
         seed_offset: int = 0,
         stream: bool = False,
         interval: int = 1,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return the request body. interval: tokens per chunk, for servers with vLLM's
         stream_interval.
         """
@@ -161,7 +161,7 @@ class ChatRequest:
                 body.setdefault("stream_interval", interval)
         return body
 
-    def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return the inputs of an answer: the body without n and streaming. The seed stays in
         it.
         """
@@ -170,7 +170,7 @@ class ChatRequest:
         return body
 
 
-def checked_parameters(params: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_parameters(params: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return sampling parameters by name, including those of `extra_body`.
 
     None leaves a parameter to the server. Raises UserError for names unknown to both the OpenAI API

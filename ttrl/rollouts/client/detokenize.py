@@ -17,7 +17,7 @@ texts.
 import asyncio
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError
@@ -271,7 +271,7 @@ def _shows(string: str, text: str, begins: str) -> bool:
     return string in text[max(0, parts - len(string) + 1) : until]
 
 
-def _decoded(body: bytes) -> dict[str, Any]:
+def _decoded(body: bytes) -> Mapping[str, Any]:
     answer = loads(body)
     if not isinstance(answer, dict):
         raise RequestError(

@@ -5,8 +5,6 @@ No chat template is used. A text gets the tokenizer's special first tokens (`<bo
 whether it includes them or not.
 """
 
-from typing import Any
-
 from ttrl.records import raw_prompt
 from ttrl.rollouts.client.attempts import ChatAttempt, without_second_beginning
 from ttrl.rollouts.client.opening import prefilled
@@ -30,7 +28,7 @@ async def sample_after_prompt(attempt: ChatAttempt, transport: Transport) -> lis
     """
     request = attempt.request
     prompt = raw_prompt(attempt.messages)
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         name: value for name, value in request.parameters.items() if name not in _OF_CHATS
     }
     body |= {"model": request.model, "prompt": prompt, "return_token_ids": True}

@@ -25,6 +25,7 @@ from ttrl.rollouts.client.wire import (
     most_bytes,
     read_answers,
 )
+from ttrl.text import present
 
 LAST_BYTES = 0.25
 """Seconds to wait after [DONE] for the end of the HTTP body, to reuse the connection."""
@@ -318,9 +319,7 @@ async def consume_chat_completion_stream(
                 await closing
     if not live.is_finished:
         raise broken_stream("stream", bool(live.choices))
-    return chat_completion(
-        [answer for answer in live.answers(len(live.choices)) if answer is not None]
-    )
+    return chat_completion(present(live.answers(len(live.choices))))
 
 
 def _chunk_json(item: Any) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ttrl.errors import RequestError
+from ttrl.messages import JsonObject
 from ttrl.rollouts.client.attempts import STREAM_INTERVAL
 from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB
 from ttrl.rollouts.client.stream import broken_stream, read_events
@@ -129,7 +130,7 @@ def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logpro
     )
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
+def _entry(token: str, logprob: float) -> JsonObject:
     """Return the log-probability of a token in the form of chat completions."""
     value = logprob if logprob == logprob else UNKNOWN_LOGPROB  # JSON has no NaN
     return {

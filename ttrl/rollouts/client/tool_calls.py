@@ -9,8 +9,8 @@ Standard streams are read as by OpenAI's own client.
 import itertools
 import json
 from collections.abc import Sequence
-from typing import Any
 
+from ttrl.messages import JsonObject
 from ttrl.rollouts.client.wire import FunctionDelta, ToolCallDelta
 
 
@@ -62,7 +62,7 @@ class LiveToolCall:
         if part.function is not None:
             self.function.add(part.function)
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> JsonObject:
         """Return it in the form of an unstreamed answer."""
         return {"id": self.id, "type": self.type, "function": self.function.json()}
 
@@ -148,7 +148,7 @@ def _before_repeats(text: str, pieces: Sequence[str]) -> str | None:
     return None
 
 
-def _object_in(text: str) -> dict[str, Any] | None:
+def _object_in(text: str) -> JsonObject | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -10,11 +10,8 @@ also a fork. The guard ends it with all its descendants when ttrl closes the gua
 reports its exit code.
 
 ttrl → keeper    a message without content, with two sockets: the worker's and its guard's
-ttrl → worker    `wire.pack`: {"order": NAME, "grader": KEY, "where": TEXT, "forget": [KEY]}, then
-                 the pickled grader if it is new, and the choice's JSON
-worker → ttrl    the same without parts: {"order": NAME, …} with "loaded" after a new grader; then
-                 with "reward" and "metrics", or "error", or "refused" (the whole message of a
-                 GraderError)
+ttrl → worker    `worker_wire.Order`, then the pickled grader if it is new, and the choice's JSON
+worker → ttrl    `worker_wire.Reply`, after a new grader one more
 """
 
 import asyncio
@@ -31,7 +28,14 @@ from typing import Any
 
 from ttrl.errors import GraderError, describe
 from ttrl.rollouts.graders.grading import CallOutcome, own_traceback
-from ttrl.rollouts.graders.worker_wire import MAX_ANSWER, choice_from_json, pack, unpack
+from ttrl.rollouts.graders.worker_wire import (
+    MAX_ANSWER,
+    Order,
+    Reply,
+    choice_from_json,
+    pack,
+    unpack,
+)
 from ttrl.system import process_guard
 from ttrl.tasks.task import Grade
 
@@ -84,7 +88,6 @@ class _Worker:
         self.cpu = cpu
         self.pid = os.getpid()
         self.graders: dict[int, Any] = {}
-        self.order = ""
         self.base = _address_space()
         self.runner = asyncio.Runner()
         null = os.open(os.devnull, os.O_RDWR)
@@ -96,49 +99,50 @@ class _Worker:
     def run(self) -> None:
         buffer = bytearray()
         while True:
-            while (frame := unpack(buffer)) is None:
+            frame = unpack(Order, buffer)
+            while frame is None:
                 chunk = self.connection.recv(1 << 20)
                 if not chunk:
                     return
                 buffer += chunk
-            self.order = frame[0]["order"]
+                frame = unpack(Order, buffer)
             answer = self.answer(*frame)
             # A grader forked, and its child has returned here as if it were the worker.
             if os.getpid() != self.pid:
                 os._exit(0)
             self.send(answer)
 
-    def send(self, answer: dict[str, Any]) -> None:
-        data = pack({"order": self.order, **answer})
+    def send(self, answer: Reply) -> None:
+        data = pack(answer)
         if len(data) > MAX_ANSWER:
             text = (
                 f"the grader's answer has {len(data) / 1e6:.1f} MB; it may have "
                 f"{MAX_ANSWER / 1e6:.1f} MB"
             )
-            data = pack({"order": self.order, "error": text})
+            data = pack(Reply(answer.order, error=text))
         self.connection.sendall(data)
 
-    def answer(self, order: dict[str, Any], parts: list[bytes]) -> dict[str, Any]:
-        for key in order["forget"]:
+    def answer(self, order: Order, parts: list[bytes]) -> Reply:
+        for key in order.forget:
             self.graders.pop(key, None)
         choice = parts.pop()
         if parts:
             # Popped, to free the pickle before its memory would count.
-            failure = self.load(order["grader"], parts.pop())
+            failure = self.load(order.grader, parts.pop())
             if failure is not None:
-                return {"error": failure}
+                return Reply(order.name, error=failure)
             if os.getpid() == self.pid:
-                self.send({"loaded": True})
+                self.send(Reply(order.name, loaded=True))
         try:
             self.limit(resource.RLIMIT_AS, self.base + self.memory)
             used = resource.getrusage(resource.RUSAGE_SELF)
             self.limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + self.cpu) + 1)
-            output, error = self.call(self.graders[order["grader"]], choice)
+            output, error = self.call(self.graders[order.grader], choice)
             if error is None:
-                grade = Grade.of(output, order["where"])
-                return {"reward": grade.reward, "metrics": grade.metrics}
+                grade = Grade.of(output, order.where)
+                return Reply(order.name, reward=grade.reward, metrics=grade.metrics)
         except GraderError as refused:
-            return {"refused": str(refused)[: MAX_ANSWER // 8]}
+            return Reply(order.name, refused=str(refused)[: MAX_ANSWER // 8])
         except BaseException as failure:  # noqa: BLE001 - reading the output calls methods of it (__float__, __repr__)
             error = failure
         finally:
@@ -152,10 +156,8 @@ class _Worker:
         )
         if not out_of_memory:
             text = f"raised {describe(error)}"
-        return {
-            "error": f"the grader {text}\n{own_traceback(error, __file__)}",
-            "spoilt": out_of_memory,
-        }
+        text = f"the grader {text}\n{own_traceback(error, __file__)}"
+        return Reply(order.name, error=text, spoilt=out_of_memory)
 
     def load(self, key: int, pickled: bytes) -> str | None:
         """Unpickle a grader, with its imports, and call its `prepare()`; their memory and time do

@@ -29,12 +29,12 @@ import itertools
 import os
 import signal
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ttrl.errors import GraderError
 from ttrl.rollouts.graders.pickling import pickled
 from ttrl.rollouts.graders.worker_processes import LOAD_SECONDS, End, Keeper, Worker
-from ttrl.rollouts.graders.worker_wire import choice_to_json
+from ttrl.rollouts.graders.worker_wire import Reply, choice_to_json
 from ttrl.tasks.task import Grade, Grader
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class IsolatedGraders:
                     worker.end()  # cancelled: the grader's further work is useless
                     raise
                 self._starts = 0
-                if answer.get("spoilt") or not worker.usable:
+                if answer.spoilt or not worker.usable:
                     worker.end()
                 else:
                     self._idle.append(worker)
@@ -205,9 +205,9 @@ class IsolatedGraders:
         return f"the grader's process was ended by {name}{hint.get(name, '')}"
 
 
-def _grade(answer: dict[str, Any], where: str) -> Grade:
-    if isinstance(answer.get("error"), str):
-        raise GraderError(f"{where}: {answer['error']}")
-    if isinstance(answer.get("refused"), str):
-        raise GraderError(answer["refused"])
-    return Grade.of((answer.get("reward"), answer.get("metrics")), where)
+def _grade(answer: Reply, where: str) -> Grade:
+    if answer.error is not None:
+        raise GraderError(f"{where}: {answer.error}")
+    if answer.refused is not None:
+        raise GraderError(answer.refused)
+    return Grade.of((answer.reward, answer.metrics), where)

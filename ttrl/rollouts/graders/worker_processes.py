@@ -17,9 +17,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from ttrl.rollouts.graders.worker_wire import MAX_ANSWER, pack, unpack
+from ttrl.rollouts.graders.worker_wire import MAX_ANSWER, Order, Reply, pack, unpack
 from ttrl.system.process_guard import DUMPABLE, SCOPES, landlock_version, prctl
 from ttrl.system.processes import ChildProcess, without_secrets
 
@@ -141,7 +140,7 @@ class Worker(asyncio.Protocol):
         self._buffer = bytearray()
         self._order = ""
         self._is_loading = True
-        self._answers: asyncio.Queue[dict[str, Any] | End] | None = None
+        self._answers: asyncio.Queue[Reply | End] | None = None
 
     async def connect(self) -> None:
         """Listen to the worker and to its guard."""
@@ -154,7 +153,7 @@ class Worker(asyncio.Protocol):
 
     async def grade(
         self, key: int, pickle_: bytes, choice: bytes, where: str, timeout: float
-    ) -> dict[str, Any]:
+    ) -> Reply:
         """Return the worker's answer. Raises End if there is none."""
         new = key not in self._known
         forget = []
@@ -165,19 +164,19 @@ class Worker(asyncio.Protocol):
         # A name unknown to all earlier graders: their late messages are not taken for answers to
         # this order.
         self._order = secrets.token_hex(8)
-        header = {"order": self._order, "grader": key, "where": where, "forget": forget}
+        order = Order(self._order, key, where, forget)
         self._answers = asyncio.Queue()
         self._is_loading = new
         try:
             if not self.usable:
                 raise End("not taken")
-            self._transports[0].write(pack(header, *([pickle_] if new else []), choice))
+            self._transports[0].write(pack(order, *([pickle_] if new else []), choice))
             if new:
                 answer = await self._next(LOAD_SECONDS, "load")
             else:
                 answer = await self._next(timeout, "timeout")
             self._is_loading = False
-            if answer.get("loaded"):
+            if answer.loaded:
                 answer = await self._next(timeout, "timeout")
             elif new:
                 del self._known[key]
@@ -187,7 +186,7 @@ class Worker(asyncio.Protocol):
         finally:
             self._answers = None
 
-    async def _next(self, seconds: float, kind: str) -> dict[str, Any]:
+    async def _next(self, seconds: float, kind: str) -> Reply:
         assert self._answers is not None
         # The timer's callback runs after those of received data: an arrived answer counts, however
         # late the loop looks.
@@ -207,11 +206,14 @@ class Worker(asyncio.Protocol):
             self.usable = False  # unrequested: left by an earlier grader
             return
         try:
-            while (frame := unpack(self._buffer, MAX_ANSWER)) is not None:
-                if frame[0].get("order") == self._order:
-                    self._answers.put_nowait(frame[0])
+            frame = unpack(Reply, self._buffer, MAX_ANSWER)
+            while frame is not None:
+                reply, _ = frame
+                if reply.order == self._order:
+                    self._answers.put_nowait(reply)
                 else:
                     self.usable = False
+                frame = unpack(Reply, self._buffer, MAX_ANSWER)
         except ValueError:
             self._fail(End("garbage"))
 

@@ -6,10 +6,12 @@ Answers of graders' processes are read only as JSON: a grader's objects are neve
 
 import json
 import struct
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 from openai.types.chat.chat_completion import Choice
 
+from ttrl.facts import parse
 from ttrl.rollouts.client.choices import openai_choice, unbuilt_logprobs
 from ttrl.rollouts.client.wire import Answer
 
@@ -19,15 +21,52 @@ MAX_ANSWER = 2**20
 _HEAD = struct.Struct(">I")
 
 
-def pack(header: dict[str, Any], *parts: bytes) -> bytes:
+@dataclass
+class Order:
+    """An order to a worker; the pickled grader, if it is new, and the choice's JSON follow."""
+
+    name: str
+    grader: int
+    """Its number."""
+    where: str
+    """The sample's place, for errors."""
+    forget: list[int]
+    """Graders the worker need not keep."""
+    parts: list[int] = field(default_factory=list)
+    """Lengths of the following parts."""
+
+
+@dataclass
+class Reply:
+    """A worker's answer: `loaded` after a new grader, then a grade, an error or a refusal."""
+
+    order: str
+    """The name of the order."""
+    loaded: bool = False
+    reward: Any = None
+    metrics: Any = None
+    error: str | None = None
+    refused: str | None = None
+    """The whole message of a GraderError."""
+    spoilt: bool = False
+    """Whether the worker can take no further order."""
+    parts: list[int] = field(default_factory=list)
+
+
+Header = TypeVar("Header", Order, Reply)
+
+
+def pack(header: Order | Reply, *parts: bytes) -> bytes:
     """Make one message: the length of the header, the header as JSON, the parts."""
-    head = json.dumps({**header, "parts": [len(part) for part in parts]}).encode()
+    header.parts = [len(part) for part in parts]
+    # Halves of surrogate pairs, not valid in UTF-8, become question marks.
+    head = json.dumps(asdict(header), ensure_ascii=False).encode("utf-8", "replace")
     return b"".join((_HEAD.pack(len(head)), head, *parts))
 
 
 def unpack(
-    buffer: bytearray, limit: int | None = None
-) -> tuple[dict[str, Any], list[bytes]] | None:
+    kind: type[Header], buffer: bytearray, limit: int | None = None
+) -> tuple[Header, list[bytes]] | None:
     """Take one message off the front of `buffer`; return None if incomplete. Raises ValueError for
     anything else.
     """
@@ -40,10 +79,10 @@ def unpack(
     if len(buffer) < end:
         return None
     try:
-        header = json.loads(buffer[_HEAD.size : end])
-        lengths = header["parts"]
-    except (KeyError, TypeError, RecursionError) as error:
+        header = parse(kind, bytes(buffer[_HEAD.size : end]))
+    except RecursionError as error:
         raise ValueError("not a message") from error
+    lengths = header.parts
     if limit is not None and lengths:
         raise ValueError("parts where there are none")
     if len(buffer) < end + sum(lengths):

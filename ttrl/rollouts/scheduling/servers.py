@@ -29,7 +29,7 @@ from ttrl.rollouts.scheduling.emptiest import Emptiest
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.open_files import OpenFiles
 from ttrl.rollouts.scheduling.server_state import LONGEST_RETRY_AFTER, Lease, Server
-from ttrl.text import is_number
+from ttrl.text import is_number, present
 
 if TYPE_CHECKING:
     from ttrl.rollouts.client.transport import Transport
@@ -256,7 +256,7 @@ class Servers:
 
     def _learn(self, lease: Lease, size: Size, answers: Sequence[Answer | None]) -> None:
         lease.server.succeeded()
-        got = [answer for answer in answers if answer is not None]
+        got = present(answers)
         completions = [
             answer.completion_tokens for answer in got if answer.completion_tokens is not None
         ]

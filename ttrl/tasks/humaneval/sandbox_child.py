@@ -16,7 +16,7 @@ import resource
 import signal
 import struct
 import sys
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 _NEW = {
     "user": 0x10000000,
@@ -107,12 +107,26 @@ _X86_64 = 0xC000003E
 _X32_CALLS = 0x40000000
 
 
+class Order(NamedTuple):
+    """A program and its limits (`ttrl.tasks.humaneval.sandbox.SandboxLimits`)."""
+
+    source: str
+    passed: str
+    """The answer of a program that ran to its end."""
+    folders: list[str]
+    seconds: float
+    cpu_seconds: int
+    memory: int
+    processes: int
+    disk: int
+
+
 def main() -> NoReturn:
-    """Read {"source", "passed", "folders"} and the limits from stdin; answer on stdout."""
+    """Read an order from stdin; answer on stdout."""
     parent = os.getppid()
-    order = json.loads(sys.stdin.buffer.read())
+    order = Order(**json.loads(sys.stdin.buffer.read()))
     signal.signal(signal.SIGALRM, lambda *_: os._exit(98))
-    signal.setitimer(signal.ITIMER_REAL, order["seconds"] + _START_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, order.seconds + _START_SECONDS)
     answer = os.dup(1)
     try:
         first = _shut_in(order)
@@ -132,16 +146,16 @@ def main() -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-def _shut_in(order: dict[str, Any]) -> int:
+def _shut_in(order: Order) -> int:
     """Make the namespaces and the root folder; fork their first process. Return its pid, and 0 in
     it. Raises OSError.
     """
     # A keyring of its own (keyctl).
     _libc.syscall(ctypes.c_long(250 if os.uname().machine == "x86_64" else 219), 1, None)
-    folders = {path: path for path in order["folders"]}
+    folders = {path: path for path in order.folders}
     place = "/tmp"
     if os.getuid() == 0:  # the kernel does not count root's processes, in spite of any limit
-        folders = _stage(order["folders"])
+        folders = _stage(order.folders)
         place = "/tmp/root"
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
@@ -159,7 +173,7 @@ def _shut_in(order: dict[str, Any]) -> int:
     # Memory outside every limit of a process, and namespaces: the program would be root in them.
     for name in ("user/max_user_namespaces", "kernel/shmall", "kernel/msgmni"):
         _write(f"/proc/sys/{name}", "0")
-    _build_root(place, folders, order["disk"])
+    _build_root(place, folders, order.disk)
     first = os.fork()
     if first == 0:
         _prctl(_PDEATHSIG, signal.SIGKILL)
@@ -217,7 +231,7 @@ def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
     os.chdir("/home")
 
 
-def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
+def _first_process(order: Order, answer: int) -> NoReturn:
     """Wait for the program, then exit to end everything in the namespace. Nothing inside can
     signal this process.
     """
@@ -227,7 +241,7 @@ def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
         if program == 0:
             _program(order, answer)
         os.close(answer)
-        signal.setitimer(signal.ITIMER_REAL, order["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, order.seconds)
         signal.signal(signal.SIGALRM, lambda *_: os._exit(98))
         while True:
             pid, status = os.wait()
@@ -291,16 +305,16 @@ def _filter_calls() -> None:
     _call("prctl", 22, ctypes.c_ulong(2), program, 0, 0, what="a filter of system calls (seccomp)")
 
 
-def _program(order: dict[str, Any], answer: int) -> NoReturn:
+def _program(order: Order, answer: int) -> NoReturn:
     """Run the source without its output; report to `answer` whether it ran to its end."""
     null = os.open("/dev/null", os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     limits = {
-        resource.RLIMIT_CPU: order["cpu_seconds"],
-        resource.RLIMIT_AS: order["memory"] // (1 if _HAS_FILTER else order["processes"]),
-        resource.RLIMIT_NPROC: order["processes"] + 2,  # and the two above it
-        resource.RLIMIT_FSIZE: order["disk"],
+        resource.RLIMIT_CPU: order.cpu_seconds,
+        resource.RLIMIT_AS: order.memory // (1 if _HAS_FILTER else order.processes),
+        resource.RLIMIT_NPROC: order.processes + 2,  # and the two above it
+        resource.RLIMIT_FSIZE: order.disk,
         resource.RLIMIT_NOFILE: 32,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MSGQUEUE: 0,
@@ -321,8 +335,8 @@ def _program(order: dict[str, Any], answer: int) -> NoReturn:
     _filter_calls()
     report: dict[str, str] = {}
     try:
-        exec(compile(order["source"], "program", "exec"), {"__name__": "__main__"})  # noqa: S102 # nosec B102 - shut in
-        report = {"passed": order["passed"]}
+        exec(compile(order.source, "program", "exec"), {"__name__": "__main__"})  # noqa: S102 # nosec B102 - shut in
+        report = {"passed": order.passed}
     except BaseException as error:  # noqa: BLE001 - the program's, SystemExit too: it has not come to its end
         try:
             text = f"{type(error).__name__}: {error}"

@@ -16,6 +16,7 @@ from ttrl.tasks.math.equality import load, same_answer
 from ttrl.tasks.math.latex import read_answer
 from ttrl.tasks.numerals import last_number
 from ttrl.tasks.task import Choice
+from ttrl.text import present
 
 Style = Literal["boxed", "r1", "answer"]
 
@@ -104,7 +105,7 @@ def read_reply(text: str, *, flexible: bool = False) -> str | None:
     """Return the marked answer of a reply. For `flexible` see MathGrader."""
     text = after_thinking(text)
     marked = (_tagged(text), _boxed(text), _line(text, "answer:"), _line(text, "####"))
-    found = [answer for answer in marked if answer is not None]
+    found = present(marked)
     if found:
         return max(found)[1]
     if flexible:

@@ -88,7 +88,8 @@ def _for_some(
     """State `says` for at least one of the subject's possible movers."""
     conditions = []
     for holder, mover in rules.holders(subject):
-        conditions.append(condition := rules.clauses.new_variable())
+        condition = rules.clauses.new_variable()
+        conditions.append(condition)
         yield [-condition, holder]
         yield from ([-condition, *clause] for clause in says(mover))
     yield conditions
@@ -142,7 +143,8 @@ def _moved(rng: random.Random, scene: Scene) -> Clue | None:
 def _stayed(rng: random.Random, scene: Scene) -> Clue | None:
     subject = _subject(rng, scene)
     first = _time(rng, scene)
-    if len(mine := subject.movers(scene)) > 1:
+    mine = subject.movers(scene)
+    if len(mine) > 1:
         return None
     steps = scene.where[mine[0]]
     last = first
@@ -162,7 +164,8 @@ def _stayed(rng: random.Random, scene: Scene) -> Clue | None:
 def _never(rng: random.Random, scene: Scene) -> Clue | None:
     subject = _subject(rng, scene)
     r = int(rng.random() * len(scene.rooms))
-    if len(mine := subject.movers(scene)) > 1 or r in scene.where[mine[0]]:
+    mine = subject.movers(scene)
+    if len(mine) > 1 or r in scene.where[mine[0]]:
         return None
     return Clue(
         f"{subject.text(scene)} was {'never' if scene.moves else 'not'} {_in(scene, r)}",

@@ -10,9 +10,10 @@ all is settled; then each in turn is left out if the puzzle stays settled withou
 
 import random
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ttrl.errors import TaskError
+from ttrl.tasks.datasets import Row
 from ttrl.tasks.temporal_clue.clues import Clue, draw_clue, told_facts
 from ttrl.tasks.temporal_clue.rules import Rules, Subject
 from ttrl.tasks.temporal_clue.scene import VICTIM, PuzzleSize, Scene, describe, draw_scene
@@ -55,7 +56,7 @@ def make_puzzle(
     size: PuzzleSize | None = None,
     scope: Scope = "answers",
     held_out: bool | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """Make {"prompt", "solution" (letters and answers), "num_clues"}: the same for the same seed
     and size, on every machine.
 
@@ -141,7 +142,8 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
         if len(clues) == len(switches) or len(clues) > _MOST_CLUES:
             return None
         for clue in clues[len(switches) :]:
-            switches.append(switch := clauses.new_variable())
+            switch = clauses.new_variable()
+            switches.append(switch)
             for clause in clue.says(rules):
                 clauses.add([-switch, *clause])
     # Self-sufficient facts are left out a little earlier: the rest requires thinking of several at

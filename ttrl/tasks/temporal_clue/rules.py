@@ -92,7 +92,8 @@ class Rules:
                 for other in reach:
                     carriers = []
                     for s in range(people - 1):
-                        carriers.append(carrier := self.clauses.new_variable())
+                        carrier = self.clauses.new_variable()
+                        carriers.append(carrier)
                         add([-carrier, self.at[s][t][r]])
                         add([-carrier, self.at[s][t + 1][other]])
                     for mover in range(people, scene.movers):
@@ -175,7 +176,8 @@ class Rules:
             some = self.clauses.new_variable()
             each = []
             for holder, mover in self.holders(subject):
-                each.append(one := self.clauses.new_variable())
+                one = self.clauses.new_variable()
+                each.append(one)
                 self.clauses.add([-one, holder])
                 self.clauses.add([-one, self.at[mover][t][r]])
                 self.clauses.add([-holder, -self.at[mover][t][r], some])

@@ -10,10 +10,11 @@ between.
 import bisect
 import random
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ttrl.errors import TaskError
 from ttrl.tasks.clauses import Clauses
+from ttrl.tasks.datasets import Row
 from ttrl.tasks.words import in_validation, pick, shuffled
 
 SMALLEST = 2
@@ -143,7 +144,7 @@ def make_puzzle(
     houses: int | None = None,
     attributes: int | None = None,
     held_out: bool | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """Make a row in ZebraLogic's format: {"id", "size", "puzzle", "solution": {"header", "rows"}};
     the same every time.
 

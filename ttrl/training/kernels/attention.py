@@ -377,7 +377,8 @@ def flex_attend(
         # A view if memory is [B, T, H, E], as after projections, and B·T a multiple of blocks.
         else:
             x_HSE = x_HSE.transpose(0, 1).contiguous().transpose(0, 1)
-        torch._dynamo.mark_dynamic(x_1HSE := x_HSE.unsqueeze(0), 2)
+        x_1HSE = x_HSE.unsqueeze(0)
+        torch._dynamo.mark_dynamic(x_1HSE, 2)
         return x_1HSE
 
     properties: Any
@@ -422,8 +423,9 @@ def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     # Makes it visible to selective checkpointing.
-    options: dict[str, Any] | None = {"wrap_inductor_compiled_regions": True}
-    options = options if backend == "inductor" else None
+    options: dict[str, str | int | bool | Callable[..., Any]] | None = None
+    if backend == "inductor":
+        options = {"wrap_inductor_compiled_regions": True}
     compiled: Callable[..., Tensor] = torch.compile(
         _attend_compiled, backend=backend, options=options, fullgraph=True, dynamic=False
     )

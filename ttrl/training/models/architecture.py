@@ -6,6 +6,7 @@ with `rope_scaling`.
 
 import dataclasses
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -73,7 +74,7 @@ class Architecture:
     output_bias: bool
     head_bias: bool
     tie_word_embeddings: bool
-    rope_parameters: dict[str, Any]
+    rope_parameters: Mapping[str, Any]
     rope_kinds: tuple[str | None, ...]
     """Each layer's kind among the config's RoPEs; None: none."""
     learned_positions: int
@@ -94,7 +95,7 @@ def _values(config: PretrainedConfig) -> Values:
     return Values(model_settings(config.to_dict()))
 
 
-def _ropes(config: PretrainedConfig) -> dict[str, Any]:
+def _ropes(config: PretrainedConfig) -> dict[str, Mapping[str, Any]]:
     """Return RoPE parameters by kind of layer: one kind, unless the config has them by layer type
     (Gemma 3).
     """
@@ -157,7 +158,7 @@ def architecture(config: PretrainedConfig) -> Architecture:
     )
 
 
-def _described(rope: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+def _described(rope: Mapping[str, Any], config: PretrainedConfig) -> Mapping[str, Any]:
     """Return RoPE parameters in one form for either spelling, with everything else the frequencies
     depend on.
     """
@@ -370,7 +371,7 @@ def check_same_architecture(config: PretrainedConfig, own: PretrainedConfig, fol
         )
 
 
-def _computed(config: PretrainedConfig) -> dict[str, Any]:
+def _computed(config: PretrainedConfig) -> Mapping[str, Any]:
     """Return a config's fields describing the computation."""
     others = (
         "dtype",

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ttrl.errors import UserError
+from ttrl.facts import RouterFigures
 
 _SCORES = frozenset({torch.softmax, F.softmax, Tensor.softmax, torch.sigmoid, Tensor.sigmoid})
 _CHOICES = frozenset({torch.topk, Tensor.topk})
@@ -62,18 +63,16 @@ class LayerRouting:
     """Of those, the share with another choice by the router itself."""
 
 
-def routing_metrics(layers: list[LayerRouting]) -> dict[str, Any]:
-    """Return the router metrics for train.jsonl: lists of one entry per layer with experts, and the
-    shares of replayed tokens and of otherwise routed tokens, over all layers.
-    """
-    return {
-        "layers": [one.layer for one in layers],
-        "entropy": [one.entropy for one in layers],
-        "largest_load": [max(one.load) for one in layers],
-        "unused": [sum(share == 0 for share in one.load) for one in layers],
-        "replayed": sum(one.replayed for one in layers) / len(layers),
-        "differing": sum(one.differing for one in layers) / len(layers),
-    }
+def routing_metrics(layers: list[LayerRouting]) -> RouterFigures:
+    """Return the router metrics for train.jsonl."""
+    return RouterFigures(
+        layers=[one.layer for one in layers],
+        entropy=[one.entropy for one in layers],
+        largest_load=[max(one.load) for one in layers],
+        unused=[sum(share == 0 for share in one.load) for one in layers],
+        replayed=sum(one.replayed for one in layers) / len(layers),
+        differing=sum(one.differing for one in layers) / len(layers),
+    )
 
 
 class Routing:

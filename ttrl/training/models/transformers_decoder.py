@@ -17,7 +17,7 @@ never run on a GPU.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -173,8 +173,8 @@ class TransformersDecoder(nn.Module):
         """Pass the rows to each layer as an argument: checkpointing keeps arguments for
         recomputation."""
 
-        def give(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
-            return given, named | {_ROWS: rows}
+        def give(module: nn.Module, given: Any, named: Mapping[str, Any]) -> Any:
+            return given, {**named, _ROWS: rows}
 
         def tell(number: int, module: nn.Module, given: Any, out: Any) -> None:
             assert watch is not None
@@ -283,13 +283,16 @@ def attend_packed(
     assert _now.rows is not None, "attention outside of a decoder's layers"
     width = value.shape[-1]
     wide = F.pad(value, (0, query.shape[-1] - width))
-    how: dict[str, Any] = {
-        "scale": scaling,
-        "soft_cap": softcap,
-        "window": sliding_window,
-        "sinks_H": s_aux,
-    }
-    out = attend(query, key, wide, _now.rows.plan, **how)
+    out = attend(
+        query,
+        key,
+        wide,
+        _now.rows.plan,
+        scale=scaling,
+        soft_cap=softcap,
+        window=sliding_window,
+        sinks_H=s_aux,
+    )
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 

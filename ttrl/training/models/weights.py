@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 from ttrl.errors import ModelFolderError
 from ttrl.families.own import OwnDecoder
 from ttrl.families.table import COMPOSITES, OWN_DECODERS, Composite
-from ttrl.system.files import again
+from ttrl.system.files import again, read_object
 from ttrl.system.weight_files import check_tied_head
 from ttrl.training.models.architecture import (
     Architecture,
@@ -151,7 +151,7 @@ def files_of(folder: Path) -> list[str]:
     files = ["model.safetensors"]
     if index.is_file():
         try:
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(read_object(index)["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelFolderError(
                 f"{index} is damaged ({type(error).__name__}: {error}); copy or download it again"
@@ -181,7 +181,7 @@ def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
 
 def composite_of(folder: str | Path) -> Composite | None:
     """Return a model folder's non-text parts; None if it has none."""
-    return COMPOSITES.get(json.loads((Path(folder) / "config.json").read_text())["model_type"])
+    return COMPOSITES.get(read_object(Path(folder) / "config.json")["model_type"])
 
 
 def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str] | None:
@@ -327,7 +327,7 @@ def names_in(folder: Path, config: PretrainedConfig) -> dict[str, tuple[Path, st
 
 def text_only(folder: Path) -> bool:
     """Tell whether a model folder holds a text-only model, by its config.json."""
-    return not isinstance(json.loads((folder / "config.json").read_text()).get("text_config"), dict)
+    return not isinstance(read_object(folder / "config.json").get("text_config"), dict)
 
 
 def _may_be_beside(name: str, layout: Layout, config: PretrainedConfig) -> bool:
@@ -387,11 +387,9 @@ def write_tensors(
     s, this takes 0.6 (650 MB on a busy machine; 1.8 and 0.2 s of CPU). Tensors may share memory.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each is aligned
-    header: dict[str, Any]
-    if metadata is None:
-        header = {}
-    else:
-        header = {"__metadata__": dict(metadata)}
+    header: dict[str, Mapping[str, object]] = {}
+    if metadata is not None:
+        header["__metadata__"] = metadata
     end = 0
     for name in names:
         begin = end

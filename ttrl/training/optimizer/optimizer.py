@@ -5,7 +5,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,10 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     )
 
 
+ParameterGroup: TypeAlias = dict[str, Any]
+"""Parameters and their settings, as optimizers of PyTorch hold them."""
+
+
 class OptimizerInBackward:
     """One optimizer per parameter, stepped and freed as each gradient arrives in the backward pass;
     for one backward pass a step. A non-finite gradient spoils its parameter: the norm is known too
@@ -39,8 +43,8 @@ class OptimizerInBackward:
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        groups: list[ParameterGroup],
+        make: Callable[[list[ParameterGroup]], torch.optim.Optimizer],
     ) -> None:
         self.by_parameter: dict[nn.Parameter, torch.optim.Optimizer] = {}
         self._stepped: set[Tensor] = set()
@@ -51,7 +55,7 @@ class OptimizerInBackward:
                 parameter.register_post_accumulate_grad_hook(self._step)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParameterGroup]:
         return [
             group for optimizer in self.by_parameter.values() for group in optimizer.param_groups
         ]
@@ -96,20 +100,18 @@ def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Opti
             eps=config.eps,
             momentum=config.momentum,
         )
-    adamw: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.eps,
-    }
+    kind: Callable[..., torch.optim.Optimizer]
     if config.optimizer == "adamw_8bit":
         from torchao.optim import AdamW8bit
 
-        return functools.partial(AdamW8bit, **adamw)
-    if config.optimizer_on_cpu:
+        kind = AdamW8bit
+    elif config.optimizer_on_cpu:
         from torchao.optim import CPUOffloadOptimizer
 
-        return functools.partial(CPUOffloadOptimizer, optimizer_class=torch.optim.AdamW, **adamw)
-    return functools.partial(torch.optim.AdamW, fused=True, **adamw)
+        kind = functools.partial(CPUOffloadOptimizer, optimizer_class=torch.optim.AdamW)
+    else:
+        kind = functools.partial(torch.optim.AdamW, fused=True)
+    return functools.partial(kind, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:

@@ -15,7 +15,6 @@ when loaded: the largest of a block can come back smaller by 0.7%.
 """
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from torchao.optim import AdamW8bit, CPUOffloadOptimizer
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from ttrl.errors import RunFolderError, StorageError
-from ttrl.system.files import atomic_folder, json_text
+from ttrl.system.files import atomic_folder, json_text, read_object
 from ttrl.training.models.weights import FILE_DTYPES, write_tensors
 from ttrl.training.optimizer.optimizer import Optimizer, OptimizerInBackward
 from ttrl.training.parallel.distributed import Ranks
@@ -305,7 +304,7 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
     """
     folder = Path(folder)
     try:
-        header = json.loads((folder / "state.json").read_text())
+        header = read_object(folder / "state.json")
         global_step = int(header["global_step"])
         if header.get("format") == "sharded":
             if "ranks" not in header:
@@ -356,7 +355,7 @@ def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer
     stored: dict[str, _Stored] = {}
     with contextlib.ExitStack() as stack:
         for rank in range(ranks):
-            table = json.loads((folder / f"{rank:05}.json").read_text(encoding="utf-8"))
+            table = read_object(folder / f"{rank:05}.json")
             file = stack.enter_context(safe_open(folder / f"{rank:05}.safetensors", framework="pt"))
             for name, part in table.items():
                 one = stored.setdefault(

@@ -10,13 +10,13 @@ process's file writes: servers may have the GPUs by then, and nothing must run t
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
-import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from ttrl.configs import TrainingConfig
 from ttrl.configs.recipe import STORE_VARIABLE, read_settings
 from ttrl.errors import ConfigError, TtrlError
 from ttrl.families.values import model_settings
+from ttrl.system.files import read_object
 
 C = TypeVar("C", bound=TrainingConfig)
 
@@ -168,17 +169,14 @@ def recipe_main(parsed: Callable[[], int]) -> Callable[[], int]:
     return main
 
 
-def model_shape(folder: str) -> dict[str, Any]:
+def model_shape(folder: str) -> Mapping[str, Any]:
     """Return the settings in config.json (`model_settings`); empty if unreadable, for loading to
     report.
     """
     try:
-        shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        return model_settings(read_object(Path(folder, "config.json")))
     except (OSError, ValueError):
         return {}
-    if isinstance(shape, dict):
-        return model_settings(shape)
-    return {}
 
 
 def _device_for(config: TrainingConfig, processes: int) -> str:
@@ -262,16 +260,21 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
     else:
         backend = "cuda:nccl,cpu:gloo"
     timeout = timedelta(seconds=config.collective_timeout or seconds_to_wait(config))
-    own: dict[str, Any] = {}
+    join = functools.partial(
+        distributed.init_process_group,
+        backend,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    path = os.environ.get(STORE_VARIABLE)
     if world_size == 1:
-        own = {"store": HashStore(), "rank": 0, "world_size": 1}
-    elif (path := os.environ.get(STORE_VARIABLE)) is not None:  # no process listens
+        join(store=HashStore(), rank=0, world_size=1)
+    elif path is not None:  # no process listens
         store = FileStore(path, world_size)
         store.set_timeout(timeout)
-        own = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
-    distributed.init_process_group(
-        backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **own
-    )
+        join(store=store, rank=int(os.environ["RANK"]), world_size=world_size)
+    else:
+        join()
     try:
         yield grid(device, config.tensor_parallel, timeout)
     finally:

@@ -11,6 +11,7 @@ Shapes: B rows, T tokens, H heads, E dimension of a head, D width, V vocabulary.
 gloo, and on one GPU with CPU offload; several GPUs: never run.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -353,14 +354,15 @@ def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPre
 def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ranks) -> None:
     """Shard each layer, and the root's remaining parameters, over the data ranks (FSDP2)."""
     assert here.mesh is not None
-    settings: dict[str, Any] = {
-        "mesh": here.mesh[DATA],
-        "mp_policy": gathered_precision(config, here.device),
-        "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
-    }
+    shard = functools.partial(
+        fully_shard,
+        mesh=here.mesh[DATA],
+        mp_policy=gathered_precision(config, here.device),
+        offload_policy=CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+    )
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **settings)
-    fully_shard(policy, **settings)
+        shard(layer, reshard_after_forward=config.reshard_after_forward)
+    shard(policy)
 
 
 def fsdp_parameters(policy: nn.Module) -> Iterator[Any]:

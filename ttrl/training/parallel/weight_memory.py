@@ -23,7 +23,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ttrl.errors import StorageError
+from ttrl.records import WeightPart
 from ttrl.system.memory_limit import memory_bytes
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import local_part
@@ -65,17 +66,16 @@ class WeightMemory:
     def __init__(self, here: Ranks) -> None:
         self.here = here
         self._layout: bytes | None = None
-        self._path = ""
+        self.path = ""
         self._descriptor: int | None = None
         self._data: Tensor | None = None
 
     @torch.no_grad()
-    def write(self, tensors: Sequence[Held], dtype: torch.dtype) -> dict[str, Any]:
+    def write(self, tensors: Sequence[Held], dtype: torch.dtype) -> list[WeightPart]:
         """Write the tensors in `dtype`, over those of the iteration before. A collective: each rank
         writes its parts.
 
-        Returns the message for servers (`ttrl.weights.source.Handover`), on every rank. Raises
-        StorageError without enough memory.
+        Returns the parts of all ranks, on every rank. Raises StorageError without enough memory.
         """
         begins = self._open(tensors, dtype)
         assert self._data is not None
@@ -99,14 +99,14 @@ class WeightMemory:
                             copying.submit(_copy, part, _narrowed(whole, starts, part.shape))
                         )
                     place += block.shape[held.dim]
-        return {"memory": self._path, "parts": self._parts_of_all(tensors, places, digests)}
+        return self._parts_of_all(tensors, places, digests)
 
     def _parts_of_all(
         self,
         tensors: Sequence[Held],
         places: list[tuple[int, list[int], list[int]]],
         digests: list[Future[bytes]],
-    ) -> list[tuple[str, list[int], list[int], str]]:
+    ) -> list[WeightPart]:
         """Return all ranks' written parts, each with its tensor's name, offset, length, and
         SHA-256; all of it is there then."""
         most = max(len(held.shape) for held in tensors)
@@ -134,7 +134,7 @@ class WeightMemory:
 
     def _open(self, tensors: Sequence[Held], dtype: torch.dtype) -> list[int]:
         """Make the memory, or keep it if its layout is the same; return each tensor's offset."""
-        header: dict[str, Any] = {}
+        header: dict[str, Mapping[str, object]] = {}
         begins = []
         end = 0
         for held in tensors:
@@ -164,10 +164,10 @@ class WeightMemory:
                 os.posix_fallocate(self._descriptor, 0, size)
             except OSError as error:
                 problem = f"no {size / 2**30:.1f} GiB of memory for them: {error.strerror}"
-        self._path = self.here.texts_of_each(path)[0]
+        self.path = self.here.texts_of_each(path)[0]
         if self._descriptor is None:
             try:
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
                 problem = f"the first rank's memory cannot be opened by another: {error}"
         problems = [one for one in self.here.texts_of_each(problem) if one]

@@ -40,13 +40,16 @@ PRODUCTS = [
 
 def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
     """Wrap the layers to recompute: number 0, k, 2k, … for `checkpoint_every` k."""
-    settings: dict[str, Any] = {"preserve_rng_state": config.lora_dropout > 0}
+    wrap = functools.partial(
+        checkpoint_wrapper,
+        checkpoint_impl=CheckpointImpl.NO_REENTRANT,
+        preserve_rng_state=config.lora_dropout > 0,
+    )
     if config.checkpoint_keeps == "products":
-        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+        kept = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+        wrap = functools.partial(wrap, context_fn=kept)
     for number in range(0, len(layers), config.checkpoint_every):
-        layers[number] = checkpoint_wrapper(
-            layers[number], checkpoint_impl=CheckpointImpl.NO_REENTRANT, **settings
-        )
+        layers[number] = wrap(layers[number])
 
 
 def offload_activations(decoder: Any) -> None:

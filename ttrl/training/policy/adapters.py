@@ -15,13 +15,13 @@ the diagonal, and rank and alpha are multiplied by their number.
 """
 
 import contextlib
+import dataclasses
 import functools
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -30,8 +30,11 @@ from torch import Tensor, nn
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.errors import ConfigError, ModelFolderError
+from ttrl.facts import parse
+from ttrl.messages import JsonObject
 from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS
 from ttrl.system.files import write_json
+from ttrl.text import present
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.decoder import build_decoder
 from ttrl.training.models.weights import (
@@ -56,7 +59,6 @@ from ttrl.training.policy.policy import Policy, fill_parameters
 
 PEFT_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-OWN_FILE = ADAPTER_SETTINGS
 _PREFIX = "base_model.model."  # of peft's wrappers
 _THEIRS = {
     "lora_a": "lora_A.weight",
@@ -66,6 +68,41 @@ _THEIRS = {
 
 
 # The base
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterSettings:
+    """The base an adapter belongs to, and how: settings of TrainingConfig."""
+
+    lora_base: str
+    lora_rank: int
+    lora_alpha: float
+    lora_targets: list[str]
+    lora_kind: str
+    lora_base_dtype: str
+
+    @classmethod
+    def of(cls, config: TrainingConfig, base: str) -> "AdapterSettings":
+        assert config.lora_rank is not None
+        return cls(
+            str(Path(base).absolute()),
+            config.lora_rank,
+            config.lora_alpha,
+            sorted(config.lora_targets),
+            config.lora_kind,
+            config.lora_base_dtype,
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> "AdapterSettings":
+        """Read the settings in a folder of adapters. Raises ModelFolderError."""
+        path = folder / ADAPTER_SETTINGS
+        try:
+            return parse(cls, path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ModelFolderError(
+                f"{path} cannot be read ({error}); copy the checkpoint again"
+            ) from error
 
 
 def base_folder(config: TrainingConfig) -> str:
@@ -79,16 +116,15 @@ def base_folder(config: TrainingConfig) -> str:
     folder = Path(config.model, ADAPTER_FOLDER)
     base = config.lora_base or config.model
     if folder.is_dir():
-        stored = _read_json(folder / OWN_FILE)
-        base = config.lora_base or str(stored.get("lora_base"))
+        stored = AdapterSettings.read(folder)
+        base = config.lora_base or stored.lora_base
+        wanted = AdapterSettings.of(config, base)
         different = [
-            f"{name} is {wanted!r} and there {stored.get(name)!r}"
-            for name, wanted in _settings(config, base).items()
-            if name not in ("lora_base", "lora_base_dtype") and wanted != stored.get(name)
+            f"{name} is {getattr(wanted, name)!r} and there {getattr(stored, name)!r}"
+            for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_kind")
+            if getattr(wanted, name) != getattr(stored, name)
         ]
-        different += _other_numbers(
-            config.lora_base_dtype, str(stored.get("lora_base_dtype")), base
-        )
+        different += _other_numbers(config.lora_base_dtype, stored.lora_base_dtype, base)
         if different:
             raise ConfigError(
                 "config", [f"{folder} holds another kind of adapter: {'; '.join(different)}"]
@@ -132,15 +168,6 @@ def _other_numbers(wanted: str, stored: str, base: str) -> list[str]:
     if not rounded:
         return []
     return [f"{problem}, which rounds {len(rounded)} tensors of {base}, such as {rounded[0]}"]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelFolderError(
-            f"{path} cannot be read ({error}); copy the checkpoint again"
-        ) from error
 
 
 def _same_weights(one: str, other: str) -> bool:
@@ -286,7 +313,7 @@ class _Fused(NamedTuple):
 
     @property
     def adapted(self) -> list[AdaptedLinear]:
-        return [layer for layer in self.layers if layer is not None]
+        return present(self.layers)
 
     def names(self) -> list[tuple[str, str]]:
         """Return the names of its tensors, theirs and ours."""
@@ -346,7 +373,7 @@ def _wholes(
 
 def _together(one: _Fused, part: str, wholes: Sequence[Tensor | None]) -> Tensor:
     """Return a tensor of peft's from ours (`_wholes`)."""
-    pieces = [piece for piece in wholes if piece is not None]
+    pieces = present(wholes)
     if part != "lora_b":
         return torch.cat(pieces)
     rank = pieces[0].shape[1]
@@ -385,14 +412,14 @@ class Adapter(NamedTuple):
     """The contents of a checkpoint's adapter/."""
 
     tensors: dict[str, Tensor]
-    peft_config: dict[str, Any]
-    settings: dict[str, Any]
+    peft_config: JsonObject
+    settings: AdapterSettings
 
     def write(self, folder: Path) -> None:
         folder.mkdir()
         save_file(self.tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         write_json(folder / PEFT_FILE, self.peft_config)
-        write_json(folder / OWN_FILE, self.settings)
+        write_json(folder / ADAPTER_SETTINGS, dataclasses.asdict(self.settings))
 
 
 def gather_adapter(
@@ -409,22 +436,12 @@ def gather_adapter(
             if here.is_first:
                 tensors[name] = _together(one, part, wholes).contiguous()
     if here.is_first:
-        return Adapter(tensors, _peft_config(fused, config, base), _settings(config, base))
+        settings = AdapterSettings.of(config, base)
+        return Adapter(tensors, _peft_config(fused, config, base), settings)
     return None
 
 
-def _settings(config: TrainingConfig, base: str) -> dict[str, Any]:
-    return {
-        "lora_base": str(Path(base).absolute()),
-        "lora_rank": config.lora_rank,
-        "lora_alpha": config.lora_alpha,
-        "lora_targets": sorted(config.lora_targets),
-        "lora_kind": config.lora_kind,
-        "lora_base_dtype": config.lora_base_dtype,
-    }
-
-
-def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict[str, Any]:
+def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> JsonObject:
     assert config.lora_rank is not None
     alpha = int(config.lora_alpha) if config.lora_alpha.is_integer() else config.lora_alpha
     transposed = any(one.transposed for one in fused)
