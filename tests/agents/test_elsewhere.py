@@ -31,8 +31,8 @@ def test_rows_are_told_from_what_else_is_printed(monkeypatch):
     [
         (
             "import verifiers_that_are_not_there",
-            "ModuleNotFoundError: No module named 'verifiers_that_are_not_there'; name a Python "
-            "that has it in TTRL_VERIFIERS_PYTHON",
+            "ModuleNotFoundError: No module named 'verifiers_that_are_not_there'; set "
+            "TTRL_VERIFIERS_PYTHON to a Python with it",
         ),
         ("raise ValueError('no such taskset')", "cannot be loaded: ValueError: no such taskset"),
         ("import os; os.kill(os.getpid(), 9)", "cannot be loaded: "),
@@ -46,7 +46,7 @@ def test_a_listing_that_fails_says_why(code, words):
 
 def test_a_listing_that_hangs_or_cannot_start(monkeypatch):
     monkeypatch.setattr(elsewhere, "_SECONDS", 0.5)
-    with pytest.raises(TaskError, match=r"verifiers:x: listing its tasks took longer than 0.5 s"):
+    with pytest.raises(TaskError, match=r"verifiers:x: listing its tasks took more than 0.5 s"):
         list_rows([sys.executable, "-c", "import time; time.sleep(600)"], ORDER, "verifiers:x")
     with pytest.raises(
         TaskError, match=r"verifiers:x: cannot start '/no/such/python'.*No such file"

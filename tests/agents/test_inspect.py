@@ -95,7 +95,7 @@ def test_training_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"2 of 2 tasks \(such as 'inspect_ai/sums/1'\) are for evaluation alone: a scorer of",
+        match=r"2 of 2 tasks \(such as 'inspect_ai/sums/1'\) are for evaluation only: a scorer of",
     ):
         checked(config, tasks, [], model=False)
 

@@ -234,5 +234,5 @@ def test_what_is_wrong_is_said_before_anything_listens(tmp_path, capsys):
         )
     command = ["proxy", "http://127.0.0.1:1/v1", "--name", "m", "--output", str(tmp_path / "run")]
     assert cli.main([*command, "--beside", "judge"]) == 2
-    assert "give NAME=URL" in capsys.readouterr().err
+    assert "write NAME=URL" in capsys.readouterr().err
     assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == "[]"

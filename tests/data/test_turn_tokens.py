@@ -127,17 +127,17 @@ def test_a_sample_of_several_sequences_counts_once(aggregation):
         ),
         (
             lambda s: setattr(s.turns[0], "prompt_token_ids", None),
-            "task 't', sample 2, turn 0: the server gave no token ids",
+            "task 't', sample 2, turn 0: the server returned no token ids",
         ),
         (
             lambda s: setattr(s.turns[0], "prompt_token_ids", []),
-            "turn 0: the server gave no token ids of its prompt",
+            "turn 0: the server returned no token ids of its prompt",
         ),
         (
             lambda s: setattr(s.turns[1], "continues", 1),
-            "turn 1: it continues turn 1, which is not before it",
+            "turn 1: it continues turn 1, but that is not an earlier turn",
         ),
-        (lambda s: setattr(s, "token_ids", None), "the server gave no token ids"),
+        (lambda s: setattr(s, "token_ids", None), "the server returned no token ids"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):
@@ -508,11 +508,11 @@ def test_a_token_that_would_span_prompt_and_answer(tokenizer):
 
 def test_what_no_template_can_tell(tokenizer):
     with pytest.raises(
-        TokenizationError, match="task 't', sample 0: the server took tool calls out of the answer"
+        TokenizationError, match="task 't', sample 0: the server removed tool calls from the reply"
     ):
         TaskResultTokenizer(tokenizer)(task(answered("", finish_reason="tool_calls")), [1.0])
     with pytest.raises(
-        TokenizationError, match="task 't', sample 0: the answer is empty and was cut"
+        TokenizationError, match="task 't', sample 0: the reply is empty and was cut off"
     ):
         TaskResultTokenizer(tokenizer)(task(answered("", finish_reason="length")), [1.0])
     sample = conversation()
@@ -524,6 +524,6 @@ def test_what_no_template_can_tell(tokenizer):
     with pytest.raises(TokenizationError, match=r"task 't', sample 0, turn 1: .*not a JSON object"):
         TaskResultTokenizer(tokenizer)(task(sample), [1.0])
     with pytest.raises(
-        TokenizationError, match="or give the model's tokenizer, whose chat template makes them"
+        TokenizationError, match="or give the model's tokenizer, and ttrl uses its chat template"
     ):
         TaskResultTokenizer()(task(answered("good")), [1.0])

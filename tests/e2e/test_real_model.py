@@ -261,7 +261,7 @@ def test_other_weights_are_refused(server, checkpoints, folder, fault, shows):
     tests/weights/test_sync.py.
     """
     (folder / "fault.json").write_text(json.dumps(fault))
-    with pytest.raises(WeightSyncError, match="what the server holds differs"):
+    with pytest.raises(WeightSyncError, match="the server's weights differ"):
         sync_weights(server, checkpoints[1])
     assert server.open_version() is None
     assert check_canary(server, Canary.load(checkpoints[1])).passed is not shows
@@ -277,7 +277,7 @@ def test_a_prefix_cache_that_was_not_emptied_is_refused(server, checkpoints, mon
     sync_weights(server, checkpoints[0])
     monkeypatch.setattr(sync, "reset_prefix_cache", lambda server: None)
     with pytest.raises(
-        WeightSyncError, match="256 of the canary's 257 tokens came from the prefix cache"
+        WeightSyncError, match="256 of the canary's 257 tokens came from the emptied prefix cache"
     ):
         sync_weights(server, checkpoints[0])
     assert server.open_version() is None

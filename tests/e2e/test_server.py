@@ -211,7 +211,7 @@ def test_weights_corrupted_on_the_way_are_caught(server, first, second, folder):
     save_file(tensors, corrupted / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         WeightSyncError,
-        match=r"after a restart \(the reload before.*position.*server -\d+\.\d+, trainer -\d+\.\d+",
+        match=r"restart \(the earlier reload failed.*position.*server -\d+\.\d+, trainer -\d+\.\d+",
     ):
         sync_weights(server, corrupted)
 
@@ -225,7 +225,7 @@ def test_old_weights_left_in_place_fall_back_to_a_restart(server, first, second,
     pid, port, key = server._child.pid, server.port, server.api_key
     monkeypatch.setattr(sync, "load_weights", lambda server, folder: None)
     report = sync_weights(server, second)
-    assert report.mode == "restart" and "what the server holds differs" in report.fell_back
+    assert report.mode == "restart" and "the server's weights differ" in report.fell_back
     assert report.proof.canary_max_difference < 1e-4
     assert server._child.pid != pid and (server.port, server.api_key) == (port, key)
 
@@ -254,7 +254,7 @@ def test_a_checkpoint_that_vllm_refuses(server, first, folder):
     (broken / "model.safetensors").write_bytes(b"\0" * 1000)
     with pytest.raises(ServerStartError, match=r"(?s)exit code.*[Ss]afetensor"):
         sync_weights(server, broken)
-    with pytest.raises(ServerDiedError, match="does not run"):
+    with pytest.raises(ServerDiedError, match="is not running"):
         server.check()
     assert sync_weights(server, first, mode="restart").mode == "restart"
 

@@ -206,8 +206,7 @@ def test_memory_that_changed_after_the_trainer_hashed_it_is_caught(near, checkpo
     assert (
         report.fell_back is None
         and report.files_because
-        == "1 tensors in memory are not those that the trainer wrote, such as "
-        "model.embed_tokens.weight"
+        == "1 tensors in memory differ from the trainer's, such as model.embed_tokens.weight"
     )
 
 
@@ -345,7 +344,7 @@ def test_one_weight_that_changed_on_the_way_is_caught(
     (folder / "fault.json").write_text(json.dumps({"tensor": tensor, "index": index, "add": add}))
     with pytest.raises(
         WeightSyncError,
-        match=r"what the server holds differs: \S+: 1 elements are not those of the files",
+        match=r"the server's weights differ: \S+: 1 elements are not those of the files",
     ):
         sync_weights(server, checkpoints[1])
     assert_closed(server)
@@ -365,7 +364,7 @@ def assert_closed(server):
 
 def test_old_weights_left_in_place_are_caught(server, checkpoints, folder):
     (folder / "fault.json").write_text(json.dumps({"old": True}))
-    with pytest.raises(WeightSyncError, match="what the server holds differs"):
+    with pytest.raises(WeightSyncError, match="the server's weights differ"):
         sync_weights(server, checkpoints[1])
     assert_closed(server)
     with pytest.raises(

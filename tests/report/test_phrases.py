@@ -33,7 +33,7 @@ def test_summary_figures_and_what_stands_out_fit_the_terminal(tmp_path):
         text.startswith("Held-out reward rose from 0.25 to 0.75 in 3 iterations")
         and "Iterations" in text
     )
-    assert " ! In 90% of the groups every sample was wrong" in text
+    assert " ! In 90% of the groups, every sample was wrong" in text
 
 
 def test_the_headline_of_a_reward_names_what_is_solved(tmp_path):
@@ -44,7 +44,7 @@ def test_the_headline_of_a_reward_names_what_is_solved(tmp_path):
         tmp_path / "run",
         [{**row, "validation": {"right": 0.0, "words": 12.5 * n}} for n, row in enumerate(ends, 1)],
     )
-    assert "from 0.2 to 0.6 in 2 iterations. Held out, too: right 0% → 0%." in report_text(
+    assert "from 0.2 to 0.6 in 2 iterations. Also held out: right 0% → 0%." in report_text(
         tmp_path / "run"
     )
 

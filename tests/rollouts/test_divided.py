@@ -176,7 +176,7 @@ def test_a_worker_that_never_comes_is_named_once_and_the_others_do_all(alone, ca
     results, _ = call(make_tasks(40), workers, each=2)
     assert seen(results) == seen(alone)
     assert [r.message for r in caplog.records if "b is gone" in r.message] == [
-        "b is gone; its 2 servers stand idle meanwhile"
+        "b is gone; its 2 servers are idle meanwhile"
     ]
 
 
@@ -192,7 +192,7 @@ def test_when_all_are_gone_it_ends_after_a_while(monkeypatch):
         one.gone = True
     with pytest.raises(
         ServerDiedError,
-        match=r"no sampling worker has been at work for \d s; the last words: .* is gone",
+        match=r"no sampling worker has worked for \d s; the last error: .* is gone",
     ):
         call(make_tasks(4), workers, max_downtime=0.5)
 

@@ -77,7 +77,7 @@ def test_another_number_of_threads_is_said_and_not_refused(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.remember_config(BEFORE) == []
     (note,) = folder.remember_config(BEFORE | {"num_threads": 8})
-    assert note.startswith("num_threads was 2 and is 8 now: sums are rounded otherwise")
+    assert note.startswith("num_threads was 2 and is 8 now: rounding changes")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["num_threads"] == 8
 
 

@@ -51,7 +51,7 @@ def test_a_marker_says_what_was_said_and_what_was_written(tmp_path):
     assert content["phase"] == "train"
     known = {"checkpoint/a": "known from its writing", "elsewhere": "not written by this phase"}
     with pytest.raises(
-        RunFolderError, match=r"train\.json is there already: another process .*same command again"
+        RunFolderError, match=r"train\.json already exists: another process .*same command again"
     ):
         mark(one, "train", ["checkpoint"], {}, known)
     assert one.files("train") == expected
@@ -147,7 +147,7 @@ def test_disks_without_links_and_folders_on_another_disk(tmp_path, monkeypatch, 
     folder = RunFolder(tmp_path)
     with folder.locked():
         mark(folder.iteration(1), "pack", [], {"rows": 3})
-        with pytest.raises(RunFolderError, match="is there already"):
+        with pytest.raises(RunFolderError, match="already exists"):
             mark(folder.iteration(1), "pack", [], {})
     assert folder.iteration(1).marker(PackFacts) == PackFacts(rows=3)
 
@@ -200,7 +200,7 @@ def test_what_may_change_and_what_may_not(tmp_path):
         "+ seed: 1",
     ]
     assert lines[1:7] == [f"  {line}" for line in changed]
-    assert "Choose another run folder" in lines[7]
+    assert "choose another run folder" in lines[7]
     assert "allow_changes=['new', 'sampling.stop', 'seed']" in lines[7]
     assert (tmp_path / "config.yaml").read_text() == written  # a refused config leaves no trace
 

@@ -313,7 +313,7 @@ def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, any_ad
         assert folder.metrics()[-1].iteration == 4
         assert "iterations/0005/done/train.json" not in set(store.keys())
         second.phase(5, "train", "checkpoint/weights", "state/moments", trained=True)
-    with pytest.raises(RunFolderError, match="went different ways"), first:
+    with pytest.raises(RunFolderError, match="differ; the first difference"), first:
         pass
 
 
@@ -385,7 +385,10 @@ def test_two_runs_in_one_place_are_refused(tmp_path, address):
     other = Machine(tmp_path / "other", None)
     other.run(0, 2)
     other.config.mirror = address
-    with pytest.raises(RunFolderError, match=r"went different ways .*move the folder away"), other:
+    with (
+        pytest.raises(RunFolderError, match=r"differ; the first difference.*move the folder away"),
+        other,
+    ):
         pass
     assert json.loads(MirrorStore(address).read("owner.json"))["released"]
 
@@ -394,7 +397,7 @@ def test_a_mirror_without_a_whole_policy(tmp_path, address):
     Machine(tmp_path / "first", address).run(0, 0)
     MirrorStore(address).remove(["iterations/0000/checkpoint/weights"])
     with (
-        pytest.raises(RunFolderError, match="nothing to go on from"),
+        pytest.raises(RunFolderError, match="no complete policy to continue from"),
         Machine(tmp_path / "second", address),
     ):
         pass
@@ -404,7 +407,7 @@ def test_a_damaged_file_there_is_not_taken(tmp_path, address):
     Machine(tmp_path / "first", address).run(0, 1)
     MirrorStore(address).write("iterations/0001/state/moments", b"other")
     second = Machine(tmp_path / "second", address)
-    with pytest.raises(RunFolderError, match=r"state/moments is not what its phase wrote"), second:
+    with pytest.raises(RunFolderError, match=r"state/moments has changed since its phase"), second:
         pass
     assert not list(second.folder.path.glob("iterations/*/done/*"))
 
@@ -511,7 +514,7 @@ def test_a_machine_of_the_same_name_is_another(tmp_path, address, monkeypatch):
     store.write(
         "owner.json", json.dumps({name: left[name] for name in left if name != "released"}).encode()
     )
-    with pytest.raises(RunFolderError, match="no sign of life"), second:
+    with pytest.raises(RunFolderError, match="without a sign of life"), second:
         pass
     with first:
         pass
@@ -527,7 +530,7 @@ def test_an_owner_on_another_machine(tmp_path, address):
     store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
     owner = elsewhere()
     store.write("owner.json", json.dumps(owner).encode())
-    with pytest.raises(RunFolderError, match=r"pid 1 on another.*no sign of life"), machine:
+    with pytest.raises(RunFolderError, match=r"pid 1 on another.*without a sign of life"), machine:
         pass
     with machine.taking_over():
         assert json.loads(store.read("owner.json"))["pid"] != 1
@@ -568,7 +571,7 @@ def test_who_was_taken_over_uploads_nothing_more(tmp_path, address, caplog):
         assert "another process has taken over: pid 1 on another" in mirror.status()
     assert set(store.keys()) == {"owner.json"}
     assert json.loads(store.read("owner.json"))["host"] == "another"
-    assert "no more is written there" in caplog.text
+    assert "this one stops writing there" in caplog.text
 
 
 def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, address):
@@ -606,7 +609,7 @@ def test_a_store_that_fails_never_stops_the_run(tmp_path, address, before, caplo
         machine.iteration(0)
         assert tried.wait(60)
         machine.iteration(1)
-        assert "phases are not there yet (503 Slow Down)" in mirror.status()
+        assert "phases are missing there (503 Slow Down)" in mirror.status()
         failing[0] = False
     assert mirror.status() is None
     assert MirrorStore(address).keys().keys() - {"owner.json"} == machine.files()
@@ -626,7 +629,7 @@ def test_a_store_that_stays_broken_is_said_at_the_end(
 
     before["write"] = write
     Machine(tmp_path / "here", address).run(0, 1)
-    assert "6 finished phases are not there yet (no route to host); the run folder" in caplog.text
+    assert "6 finished phases are missing there (no route to host); the run folder" in caplog.text
 
 
 def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, before):
@@ -635,7 +638,7 @@ def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, before):
 
     before["keys"] = keys
     with (
-        pytest.raises(StorageError, match=r"access denied; put it right .*leave `mirror` out"),
+        pytest.raises(StorageError, match=r"access denied; fix it .*leave `mirror` out"),
         Machine(tmp_path / "a", address),
     ):
         pass
@@ -670,7 +673,7 @@ def test_an_address_as_run(tmp_path):
     )
     assert (config.run, config.mirror) == ("runs/letters", "s3://bucket/runs/letters/?region=x")
     assert with_local_run(TrainConfig(run="runs/x", model="m", iterations=1)).mirror is None
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="leave mirror out, or give a folder as run"):
         with_local_run(TrainConfig(run="s3://bucket/x", model="m", iterations=1, mirror="y"))
     for secret in ("s3://b/x?secret_access_key=sesame", "s3://me:sesame@b/x"):
         with pytest.raises(ConfigError, match="carries credentials") as caught:
@@ -689,7 +692,7 @@ def test_a_marker_of_any_size_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_store, "_MOST_READ", 1000)
     store = MirrorStore(str(tmp_path))
     store.write("owner.json", b"x" * 1001)
-    with pytest.raises(OSError, match="at most are read; no run writes so much there: remove it"):
+    with pytest.raises(OSError, match="no run writes that much there: remove it"):
         store.read("owner.json")
     store.write("owner.json", b"x" * 1000)
     assert len(store.read("owner.json")) == 1000

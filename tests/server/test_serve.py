@@ -30,7 +30,7 @@ def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path):
     assert read_or_make_key(path) == key != read_or_make_key(tmp_path / "other")
     path.chmod(0o640)
     with pytest.raises(
-        UserError, match=r"others can read it: mode 640; make it yours alone: chmod 600"
+        UserError, match=r"others can read it: mode 640; make it private: chmod 600"
     ):
         read_or_make_key(path)
     path.chmod(0o600)
@@ -54,7 +54,7 @@ def test_arguments_for_vllm():
         "x": {"a": [1]},
     }
     assert vllm_arguments(given) == expected
-    with pytest.raises(UserError, match="give NAME=VALUE"):
+    with pytest.raises(UserError, match="write NAME=VALUE"):
         vllm_arguments(["enforce_eager"])
 
 
@@ -121,7 +121,7 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
         serve(str(checkpoints[0]), adapters_from="ftp://h/run", **settings)
     with pytest.raises(
         UserError,
-        match="on one machine, where they are fetched to; leave out "
+        match="on one machine, because they are fetched to it; leave out "
         "distributed_executor_backend=ray",
     ):
         serve(
@@ -182,9 +182,7 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
     os.kill(server._child.pid, signal.SIGKILL)
     thread.join(60)
     assert not thread.is_alive() and len(errors) == 1 and not server.is_started
-    assert (
-        said[1] == f"serving at {url}/v1, where the model is called 'policy' and '{checkpoints[0]}'"
-    )
+    assert said[1] == f"serving at {url}/v1; the model's name is 'policy' and '{checkpoints[0]}'"
     assert said[3].endswith(f"export OPENAI_API_KEY=$(cat {tmp_path / 'key'})")
 
 
@@ -232,7 +230,7 @@ def test_a_client_may_use_the_name_that_was_typed(
     assert seen[0] == names and seen[1] == [200, 200, 404]
     assert seen[2].passed
     assert seen[3:] == [[*names, "policy-adapter"]] * adapters
-    assert "where the model is called 'policy' and 'org/typed'" in said[1]
+    assert "the model's name is 'policy' and 'org/typed'" in said[1]
 
 
 def test_it_says_a_name_of_its_weights_for_caches(tmp_path):
@@ -329,7 +327,7 @@ def test_whoever_has_taken_its_address_is_told_no_key(redirects):
     with ThreadingHTTPServer(("127.0.0.1", 0), Squatter) as squatter:
         threading.Thread(target=squatter.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{squatter.server_port}"
-        with pytest.raises(ServerDiedError, match="does not prove that it knows the key"):
+        with pytest.raises(ServerDiedError, match="does not prove its key"):
             JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20).request(
                 "GET", "/v1/models"
             )

@@ -198,7 +198,7 @@ def test_a_store_that_cannot_be_read_is_found_before_vllm_is_started(
         check_store("s3://no-such-bucket/run")
     with pytest.raises(UserError, match="cannot be at"):
         check_store("ftp://h/run")
-    with pytest.raises(UserError, match="carries credentials") as refused:
+    with pytest.raises(UserError, match="contains credentials") as refused:
         check_store("s3://b/run?aws_secret_access_key=topsecret")
     assert "topsecret" not in str(refused.value)
 
@@ -271,7 +271,7 @@ def test_a_site_with_another_base_is_refused(joined, checkpoint):
     site.fetching._model = shutil.copytree(site.model, site.model.parent / "other")
     (site.fetching._model / "chat_template.jinja").write_text("another")
     (site.fetching._model / "tokenizer.json").unlink()
-    wrong = r"not the one that the run began with, .*: chat_template.jinja, tokenizer.json differ"
+    wrong = r"differs from the run's starting model, .*: chat_template.jinja, tokenizer.json differ"
     with pytest.raises(WeightSyncError, match=wrong), server.bring(checkpoint):
         pass
     assert not stored

@@ -96,7 +96,7 @@ def test_stopped_from_another_thread_while_it_starts(fake_server):
     pid = server._child.pid
     server.stop()
     thread.join(30)
-    assert not thread.is_alive() and errors == ["the server was stopped while it started"]
+    assert not thread.is_alive() and errors == ["the server was stopped during its start"]
     assert not server.is_started and not psutil.pid_exists(pid)
 
 
@@ -179,7 +179,7 @@ def test_port_in_use(fake_server, tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(
             ServerStartError,
-            match=rf"127\.0\.0\.1:{port}: Address already in use; give another port",
+            match=rf"127\.0\.0\.1:{port}: Address already in use; use another port",
         ):
             fake_server(port=port).start()
     assert not (tmp_path / "server.log").exists()  # nothing was started
@@ -190,7 +190,7 @@ def test_an_address_of_another_machine(checkpoints, tmp_path, host):
     server = VLLMServer(checkpoints[0], served_model_name="m", log_path=tmp_path / "log", host=host)
     with pytest.raises(
         ServerStartError,
-        match=rf"cannot serve at {host}:any port: .*is it an address of this machine",
+        match=rf"cannot serve at {host}:any port: .*check that it is an address of this machine",
     ):
         server.start()
 
@@ -304,16 +304,16 @@ def test_the_command(checkpoints, tmp_path):
         ({"hf_token": "sesame"}, "hf-token .*; export HF_TOKEN"),
         (
             {"kv_transfer_config": {"kv_connector_extra_config": {"password": "sesame"}}},
-            "from the environment or a file",
+            "into the environment or a file",
         ),
         (
             {"kv_transfer_config": '{"extra": [{"api_key": "sesame"}]}'},
-            "from the environment or a file",
+            "into the environment or a file",
         ),
-        ({"otlp_traces_endpoint": "https://me:sesame@host/v1"}, "leave out the credentials"),
+        ({"otlp_traces_endpoint": "https://me:sesame@host/v1"}, "remove the credentials"),
         (
             {"speculative_config": {"model": "https://host/m?token=sesame"}},
-            "leave out the credentials",
+            "remove the credentials",
         ),
     ],
 )

@@ -69,14 +69,14 @@ def test_from_memory(fake_server, checkpoints):
 @pytest.mark.parametrize(
     "behaviour, reason",
     [
-        ("ignore-memory", "what the server holds differs"),
+        ("ignore-memory", "the server's weights differ"),
         (
             "refuse-memory",
             "ServerError: POST /collective_rpc: the server answered 500: .*shape mismatch",
         ),
         ("gone", "no such memory"),
         # The canary sees nothing.
-        ("changed", "^1 tensors in memory are not those that the trainer wrote, such as w$"),
+        ("changed", "^1 tensors in memory differ from the trainer's, such as w$"),
     ],
 )
 def test_where_memory_fails_files_are_read(fake_server, checkpoints, behaviour, reason):
@@ -96,7 +96,7 @@ def test_files_that_come_later(fake_server, checkpoints, tmp_path):
     handover, later = held_out(checkpoints[1]), tmp_path / "later"
     with fake_server() as server:
         assert sync_weights(server, later, handover=handover).mode == "memory"
-        with pytest.raises(ServerError, match=r"the trainer ended before it had written .*/later"):
+        with pytest.raises(ServerError, match=r"the trainer ended before it wrote .*/later"):
             sync_weights(server, later, handover=dataclasses.replace(handover, memory="/nowhere"))
         writing = threading.Timer(0.5, lambda: checkpoints[1].rename(later))
         handover = dataclasses.replace(
@@ -147,7 +147,7 @@ def test_one_that_did_not_come_out_well_at_its_start_is_given_the_weights_again(
     with fake_server() as server:
         (old / "weight").write_text("0.5")
         assert sync_weights(server, old, mode="start").mode == "reload"
-    assert "did not load its weights as it should" in caplog.text
+    assert "did not load its weights correctly" in caplog.text
 
 
 @pytest.mark.long(
@@ -158,9 +158,9 @@ def test_one_that_did_not_come_out_well_at_its_start_is_given_the_weights_again(
     [
         (
             "ignore-reload",
-            r"what the server holds differs: w: 1 elements are not those of the files$",
+            r"the server's weights differ: w: 1 elements are not those of the files$",
         ),
-        ("differs", r"what the server holds differs"),  # the canary sees nothing
+        ("differs", r"the server's weights differ"),  # the canary sees nothing
         (
             "blind",  # nor does the comparison
             r"largest .* 0\.275 > 0\.001 \(float32\).*prompt position 1 \(token 4\): server "
@@ -187,7 +187,7 @@ def test_an_old_prefix_cache_is_seen_where_half_precision_hides_it(fake_server, 
         start = server.start
         server.start = lambda: (setattr(server, "behaviour", "fine"), start())
         assert (
-            "tokens came from the prefix cache, which was emptied"
+            "tokens came from the emptied prefix cache"
             in sync_weights(server, checkpoints[1]).fell_back
         )
 
@@ -235,7 +235,7 @@ def test_tensors_that_the_trainer_did_not_write(fake_server, checkpoints):
     (checkpoints[1] / "canary.json").write_text(json.dumps(canary | {"weights": {"v": "0"}}))
     with (
         fake_server() as server,
-        pytest.raises(WeightSyncError, match="1 tensors in the files are none of the trainer's"),
+        pytest.raises(WeightSyncError, match="1 tensors in the files are unknown to the trainer"),
     ):
         sync_weights(server, checkpoints[1])
 
@@ -252,7 +252,7 @@ def test_where_weights_cannot_be_compared_the_canary_decides_and_it_is_said(
 ):
     with fake_server("cannot-compare") as server:
         assert sync_weights(server, checkpoints[1]).proof.compared == 0
-    assert "the canary alone speaks for them: KeyError: 'w'" in caplog.text
+    assert "only the canary checks them: KeyError: 'w'" in caplog.text
 
 
 def test_requests_that_name_weights_are_refused_from_the_sync_on_until_it_was_opened(
@@ -342,7 +342,7 @@ def test_a_server_of_somebody_else_is_not_restarted(fake_server, checkpoints):
             there.root_url + "/v1/", served_model_name="m", dtype="float32", api_key=there.api_key
         )
         assert server.base_url == there.base_url
-        with pytest.raises(WeightSyncError, match=r"cannot be restarted from here.*ttrl serve"):
+        with pytest.raises(WeightSyncError, match=r"this process cannot restart it.*ttrl serve"):
             sync_weights(server, checkpoints[1])
         there.stop()
         with pytest.raises(ServerDiedError, match="cannot be reached"):
@@ -359,7 +359,7 @@ def test_weights_that_were_brought_nearer_are_held_to_the_trainers_digests(
         server = joined(there, bring=lambda server, checkpoint: contextlib.nullcontext(places))
         assert sync_weights(server, checkpoints[1]).proof.compared == 4
         (near / "weight").write_text((checkpoints[0] / "weight").read_text())
-        with pytest.raises(WeightSyncError, match="not those that the trainer wrote"):
+        with pytest.raises(WeightSyncError, match="differ from the trainer's"):
             sync_weights(server, checkpoints[1])
 
 
@@ -381,7 +381,7 @@ def test_where_what_was_brought_fails_the_checkpoint_itself_is_read(
     with fake_server() as there:
         report = sync_weights(joined(there, bring=bring), checkpoints[1])
     assert report.mode == "reload" and report.fell_back is None and given_back == [near]
-    reason = "no such memory" if weight is None else "not those that the trainer wrote"
+    reason = "no such memory" if weight is None else "differ from the trainer's"
     assert reason in report.files_because
 
 
@@ -440,7 +440,7 @@ def test_with_all_weights_proven_other_logprobs_are_a_warning(
             and report.proof.is_whole
         )
         assert report.proof.canary_max_difference == pytest.approx(0.5)
-        assert "has the trainer's weights, bit for bit, and computes something else" in caplog.text
+        assert "has the trainer's weights, bit for bit, but computes different" in caplog.text
         caplog.clear()
         # Now that is known of this server.
         assert sync_weights(server, checkpoints[0]).mode == "reload"
@@ -484,7 +484,7 @@ def test_nothing_is_proven_without_the_trainers_record_of_the_weights(fake_serve
         )
         content = json.loads((checkpoints[1] / "canary.json").read_text())
         (checkpoints[1] / "canary.json").write_text(json.dumps(content | {"weights": {}}))
-        with pytest.raises(WeightSyncError, match="cannot be restarted from here"):
+        with pytest.raises(WeightSyncError, match="this process cannot restart it"):
             sync_weights(server, checkpoints[1])
         with pytest.raises(WeightSyncError, match="after a restart"):
             sync_weights(there, checkpoints[1])
@@ -551,7 +551,7 @@ def test_a_measure_that_makes_no_sense_is_refused(checkpoints, tmp_path, measure
 
 def test_a_server_that_stays_busy(fake_server, monkeypatch):
     monkeypatch.setattr(sync, "_DRAIN_SECONDS", 0.0)
-    with fake_server() as server, pytest.raises(ServerError, match="are requests running"):
+    with fake_server() as server, pytest.raises(ServerError, match="check for running requests"):
         sync.reset_prefix_cache(server)
 
 
@@ -568,7 +568,7 @@ def test_a_restart_that_fails(fake_server, checkpoints):
         (None, "does not exist"),
         ("{", "is damaged"),
         ("[]", "is damaged"),
-        ({"schema": 2}, "schema 2, this version reads 1"),
+        ({"schema": 2}, "schema 2, but this version reads 1"),
         ({"logprobs": [None, -1.0]}, "37 token ids and 2 logprobs"),
         ({"logprobs": [None] * 37}, "not a finite number"),
         ({"weights": ["x"]}, "is damaged"),
@@ -585,6 +585,6 @@ def test_a_canary_that_cannot_be_used(checkpoints, change, message):
     else:
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(
-        ModelFolderError, match=rf"canary\.json.*{message}.*without it nobody can tell"
+        ModelFolderError, match=rf"canary\.json.*{message}.*without it, ttrl cannot check"
     ):
         Canary.load(checkpoints[0])

@@ -70,8 +70,8 @@ def _listed(program: tuple[str, ...], order: str, name: str) -> str:
                     status = child.wait(_SECONDS)
             except TimeoutError:
                 raise TaskError(
-                    f"{name}: listing its tasks took longer than {_SECONDS:g} s; does the package "
-                    "wait for something, such as a download?"
+                    f"{name}: listing its tasks took more than {_SECONDS:g} s; check whether the "
+                    "package waits for something, such as a download"
                 ) from None
             except (UserError, OSError) as error:
                 raise TaskError(f"{name}: {error}") from None
@@ -81,5 +81,5 @@ def _listed(program: tuple[str, ...], order: str, name: str) -> str:
     said = " ".join(_LAST_ERROR.split(errors)[-1].split())[:600]
     package = name.partition(":")[0]
     if said.startswith("ModuleNotFoundError") and f"'{package}" in said:
-        said += f"; name a Python that has it in {variable(package)}"
+        said += f"; set {variable(package)} to a Python with it"
     raise TaskError(f"{name} cannot be loaded: {harmless(said)}")

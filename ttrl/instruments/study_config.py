@@ -46,7 +46,7 @@ def study_config(
     path = checkpoint.parent / "grpo.yaml"
     if not path.is_file():
         raise RunFolderError(
-            f"{path} is not there; give the checkpoint of an iteration that was trained, such as "
+            f"no checkpoint {path}; give that of a trained iteration, such as "
             "runs/NAME/iterations/0007/checkpoint"
         )
     values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)

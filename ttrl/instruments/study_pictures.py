@@ -99,8 +99,8 @@ def draw_noise(rows: Sequence[MetricsRow], path: Path) -> Path:
     highs = [_plotted(one.high) for one in noise]
     above.plot(x, scales, label="noise scale")
     above.fill_between(x, lows, highs, alpha=0.2, label="95% interval")
-    above.plot(x, [_plotted(one.prompts) for one in noise], "--", label="prompts of a step")
-    above.set(yscale="log", ylabel="prompts", title="the batch at which noise equals signal")
+    above.plot(x, [_plotted(one.prompts) for one in noise], "--", label="prompts per step")
+    above.set(yscale="log", ylabel="prompts", title="the batch with as much noise as signal")
     above.legend()
     below.plot(x, [_plotted(one.from_samples) for one in noise])
     below.xaxis.get_major_locator().set_params(integer=True)

@@ -179,15 +179,15 @@ class _Call:
                 logger.warning("%s; its %d unfinished tasks go to other workers", why, had)
             elif not share.is_missed:
                 logger.warning(
-                    "%s; its %d servers stand idle meanwhile", why, len(share.request.clients)
+                    "%s; its %d servers are idle meanwhile", why, len(share.request.clients)
                 )
             share.is_missed = True
             now = time.monotonic()
             works = any(now - other.opened > _NEW_SECONDS for other in self._shares)
             if not works and now - self._heard > self._request.max_downtime:
                 raise ServerDiedError(
-                    f"no sampling worker has been at work for {now - self._heard:.0f} s; the "
-                    f"last words: {why}"
+                    f"no sampling worker has worked for {now - self._heard:.0f} s; the last error: "
+                    f"{why}"
                 )
             await asyncio.sleep(_PAUSE)
 
@@ -245,7 +245,7 @@ class _Call:
         return [position for position in share.jobs if self._deaths[position] >= _SUSPECT]
 
     def _failed(self, job: Job) -> TaskResult:
-        why = f"ServerDiedError: {MOST_DEATHS} sampling workers died while they had this task"
+        why = f"ServerDiedError: {MOST_DEATHS} sampling workers died during this task"
         task = job.task
         version = self._request.weights_version
         messages = [dict(message) for message in task.messages]

@@ -29,7 +29,11 @@ _BAR_CELLS = 20
 
 
 class Prices(NamedTuple):
-    """Dollars per million tokens."""
+    """Dollars per million tokens.
+
+    >>> Prices(input=0.5, output=2.0).spend(prompt=1_000_000, completion=250_000)
+    1.0
+    """
 
     input: float
     output: float

@@ -69,8 +69,7 @@ class SampleLogs:
         except OSError as error:
             if not self.num_failed:
                 logger.warning(
-                    "sample logs: could not write %s: %s; sampling goes on without the logs that "
-                    "cannot be written",
+                    "sample logs: could not write %s: %s; sampling continues without them",
                     path,
                     error.__cause__ or error,
                 )
@@ -183,7 +182,7 @@ def _turns(sample: Sample) -> list[str]:
                 _title(
                     f"turn {number}: another conversation"
                     if turn.follows is None
-                    else f"turn {number}: goes on elsewhere"
+                    else f"turn {number}: continues elsewhere"
                 )
             )
         messages += turn.messages

@@ -160,8 +160,8 @@ class IterationFolder:
                 else:
                     what = "is gone"
                 raise RunFolderError(
-                    f"{path} {what}; put it back, or remove {self._path(phase)} to run that "
-                    "phase again"
+                    f"{path} {what}; restore it, or remove {self._path(phase)} to run that phase "
+                    "again"
                 )
 
     def files(self, phase: str) -> dict[str, str]:
@@ -288,7 +288,7 @@ class RunFolder:
         except (ValueError, yaml.YAMLError):
             values = None
         if not isinstance(values, dict):
-            raise RunFolderError(f"{path} is damaged; put it back, or choose another run folder")
+            raise RunFolderError(f"{path} is damaged; restore it, or choose another run folder")
         return values
 
     def begun(self) -> bool:
@@ -349,7 +349,7 @@ class RunFolder:
                 before = parse(dict[str, TaskList], path.read_bytes())
             except ValueError as error:
                 raise RunFolderError(
-                    f"{path} is damaged ({error}); remove it if the tasks are the same as before"
+                    f"{path} is damaged ({error}); remove it if the tasks are unchanged"
                 ) from error
             changed = [name for name in tasks if before.get(name) != tasks[name]]
             if changed:
@@ -359,9 +359,8 @@ class RunFolder:
                 )
                 raise RunFolderError(
                     f"{self.path} was started with other tasks ({counts}; ids and messages are "
-                    "compared). Choose another run "
-                    f"folder, or remove {path} to go on with the new ones: numbers before and "
-                    "after cannot be compared then"
+                    f"compared). Choose another run folder, or remove {path} to continue with the "
+                    "new tasks: figures before and after are then not comparable"
                 )
         write_json(path, {name: one.to_json() for name, one in tasks.items()})
 
@@ -425,8 +424,7 @@ class RunFolder:
             return sorted(rows, key=lambda row: int(row["iteration"]))
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
-                f"{error}; remove metrics.jsonl: starting the run again writes it anew from the "
-                "markers"
+                f"{error}; remove metrics.jsonl: the next start rebuilds it from the markers"
             ) from error
 
     def written_until(self, newest: int) -> list[int]:

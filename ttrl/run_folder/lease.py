@@ -142,7 +142,7 @@ class Lease(ABC):
             self.lost_to = self.other()
             if self.lost_to is not None:
                 logger.error(
-                    "%s was taken over by another process (%s); no more is written there",
+                    "%s was taken over by another process (%s); this one stops writing there",
                     self._what,
                     self.lost_to,
                 )
@@ -162,19 +162,16 @@ class Lease(ABC):
             raise self.in_use_by(owner)
         if lives is not None:
             return
-        logger.warning(
-            "%s has an owner on another machine; watching for a sign of life", self._what
-        )
+        logger.warning("%s has an owner on another machine; checking for signs of life", self._what)
         if self._pulse_moves():
             raise self.in_use_by(owner)
         if not take_over and not self.is_gone(owner):
             raise RunFolderError(
-                f"{self._what} belongs to a process on another machine ({owner}), "
-                "which gives no sign of life; if it "
-                "is gone, take the run over: train(..., take_over=True), or start the command "
-                f"with {TAKE_OVER_VARIABLE}=1"
+                f"{self._what} belongs to a process on another machine ({owner}), without a sign "
+                "of life; if it is gone, take the run over: train(..., take_over=True), or start "
+                f"the command with {TAKE_OVER_VARIABLE}=1"
             )
-        logger.warning("%s is taken over from %s", self._what, owner)
+        logger.warning("taking over %s from %s", self._what, owner)
 
     def _lives(self, owner: Owner) -> bool | None:
         """Tell whether an owner lives; None if only its heartbeat can tell."""
@@ -265,20 +262,18 @@ class FolderLease(Lease):
             raise
         if not made:
             raise RunFolderError(
-                f"{path} is there already: another process has finished this phase meanwhile, or "
-                "it was done twice; this one "
-                "stops here. Start the same command again to go on from there, or remove that "
-                "file first to run the phase again"
+                f"{path} already exists: another process has finished this phase, or it ran twice; "
+                "this process stops. Start the same command again to continue from there, or "
+                "remove that file first to run the phase again"
             )
 
     def check(self) -> None:
         """Raise RunFolderError if another process has taken the folder over."""
         if not self.is_ours():
             raise RunFolderError(
-                f"{self._folder} was taken over by another process "
-                f"({self.lost_to}); this one stops here, "
-                "and what it had begun is not marked as finished. Start the same command again "
-                "to go on from where that one ended"
+                f"another process ({self.lost_to}) took over {self._folder}; this one stops, and "
+                "its unfinished phase gets no marker. Start the same command again to continue "
+                "from the other's last phase"
             )
 
     def discard(self) -> None:
@@ -330,7 +325,7 @@ class FolderLease(Lease):
                 raise self.in_use_by(self.read()) from None
             if isinstance(error, StorageError):
                 raise
-            way_out = "make room, or look at the permissions, and start the same command again"
+            way_out = "make room, or check the permissions, and start the same command again"
             raise StorageError(
                 error.errno or 0, f"could not write {place}: {error.strerror}; {way_out}"
             ) from error
@@ -401,7 +396,7 @@ class FolderLease(Lease):
                     f"{self._folder} cannot be locked: {error.strerror}; choose another run folder"
                 ) from error
             logger.warning(
-                "%s: the file system has no locks; the heartbeat in owner.json has to do",
+                "%s: the file system has no locks; ttrl uses the heartbeat in owner.json",
                 self._folder,
             )
             return False
@@ -452,7 +447,7 @@ def _remove(place: Path) -> None:
         else:
             return
     raise RunFolderError(
-        f"{place} of an earlier owner cannot be removed: something goes on writing there; stop it"
+        f"{place} of an earlier owner cannot be removed: a process still writes there; stop it"
     )
 
 

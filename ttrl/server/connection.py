@@ -180,17 +180,16 @@ class ServerConnection:
         digest = self.request("GET", FENCE_PATH, timeout=10.0).get("chat_template")
         if digest not in (None, template_digest(model)):
             raise WeightSyncError(
-                f"the server at {self.base_url} has another chat template than the run's model; "
-                "start it with "
-                "`ttrl serve` and that model, or with the run's chat_template as --chat-template "
-                "FILE"
+                f"the server at {self.base_url} and the run's model have different chat templates; "
+                "start it with `ttrl serve` and that model, or with the run's chat_template as "
+                "--chat-template FILE"
             )
 
     def weights_digest(self) -> str:
         """Return a name for this server's current weights and dtype, for the cache of
         `get_task_results`."""
         if self.policy_folder is None:
-            raise ServerError(f"nobody knows what {self.base_url} computes with; sync it first")
+            raise ServerError(f"the weights of {self.base_url} are unknown; sync it first")
         return f"{weights_digest(self.policy_folder)}/{self.dtype}"
 
     def _http(
@@ -296,7 +295,7 @@ class JoinedServer(ServerConnection):
             problem = f"it cannot be reached ({error})"
         if problem is not None:
             raise ServerDiedError(
-                f"the server at {self.base_url}: {problem}; the log is on the host that started it"
+                f"the server at {self.base_url}: {problem}; its log is on its own host"
             )
 
     def bring(self, checkpoint: Path) -> AbstractContextManager[Sequence[Path]]:
@@ -324,8 +323,8 @@ class JoinedServer(ServerConnection):
             proof.encode(), derived(self._key, "proof", number, name).encode()
         ):
             return (
-                "it does not prove that it knows the key: it has another one, or was not started "
-                "by this version's `ttrl serve`"
+                "it does not prove its key: it has another one, or another version's `ttrl serve` "
+                "started it"
             )
         self.api_key = derived(self._key, "key", name)
         return None

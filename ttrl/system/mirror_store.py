@@ -86,7 +86,7 @@ class MirrorStore:
                     size = gib(found.meta["size"])
                     most = gib(_MOST_READ)
                     raise ValueError(
-                        f"it has {size}, and {most} at most are read; no run writes so much "
+                        f"it has {size}, and ttrl reads at most {most}; no run writes that much "
                         "there: remove it"
                     )
                 return bytes(found.bytes()), Tag(found.meta["e_tag"], found.meta["version"])

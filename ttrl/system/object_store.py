@@ -57,8 +57,9 @@ _SHOWN_OPTIONS = {
     "account_name",
 }
 _CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, for a server that is not "
-    "Amazon's, AWS_ENDPOINT_URL",
+    "s3": (
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, outside Amazon, AWS_ENDPOINT_URL"
+    ),
     "gs": "GOOGLE_SERVICE_ACCOUNT (the path of a key file)",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
@@ -169,16 +170,14 @@ class Store:
         elif separator and scheme in CLOUD_SCHEMES:
             self._open_cloud(scheme, text)
         else:
-            raise UserError(f"{self._what} cannot be at {self.shown!r}; known are {KNOWN}")
+            raise UserError(f"{self._what} cannot be at {self.shown!r}; use {KNOWN}")
         # Separate, since a read-only store must still be read after a failed write.
         self._reading, self._writing = _Health(), _Health()
 
     def _open_folder(self, folder: Path) -> None:
         self.folder = folder.expanduser().absolute()
         if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(
-                f"{self._what} cannot be at {self.shown!r}: that is a file; give a folder"
-            )
+            raise UserError(f"{self._what} cannot be at {self.shown!r}, a file; give a folder")
 
     def _open_cloud(self, scheme: str, text: str) -> None:
         _grace_at_exit()
@@ -190,7 +189,7 @@ class Store:
             else:
                 hint = ""
             raise UserError(
-                f"{self.shown}: a name and password in {self._what}'s address are not used{hint}"
+                f"{self.shown}: ttrl uses no name and password in {self._what}'s address{hint}"
             )
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         # A plain http endpoint is a deliberate choice.
@@ -219,7 +218,7 @@ class Store:
             self._store = from_url(bare, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]  # one overload a store
         except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
             if kind in _CREDENTIALS:
-                hint = f"; credentials are read from {_CREDENTIALS[kind]}"
+                hint = f"; put credentials into {_CREDENTIALS[kind]}"
             else:
                 hint = ""
             raise UserError(
@@ -258,7 +257,7 @@ class Store:
         if health.failures >= FAILURES_BEFORE_PAUSE:
             if time.monotonic() < health.paused_until:
                 raise Unavailable(
-                    f"{self.shown} is left alone for {PAUSE_SECONDS:.0f} s after failures",
+                    f"{self.shown} is paused for {PAUSE_SECONDS:.0f} s after failures",
                     skipped=True,
                 )
             health.pause()  # others wait for this attempt's result
@@ -347,7 +346,7 @@ def get_bytes(store: ObjectStore, key: str, most: float) -> bytes:
 
 def _check_size(key: str, size: int, most: float) -> None:
     if size > most:
-        raise TooLarge(f"{key} has {size:,} bytes; {most:,} at most are read")
+        raise TooLarge(f"{key} has {size:,} bytes; ttrl reads at most {most:,}")
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

@@ -89,9 +89,10 @@ def check_tied_head(files: Iterable[Path]) -> None:
     if difference is not None:
         raise ModelFolderError(
             f"{head.file.parent}: config.json ties the output head to the embeddings "
-            f"(tie_word_embeddings), but {head.name} in {head.file.name} is not "
-            f"{embedding.name} in {embedding.file.name}: {difference}. If this head is meant, set "
-            f'"tie_word_embeddings": false in config.json; if not, remove {head.name} from the file'
+            f"(tie_word_embeddings), but {head.name} in {head.file.name} differs from "
+            f"{embedding.name} in {embedding.file.name}: {difference}. To use this head, set "
+            f'"tie_word_embeddings": false in config.json; otherwise, remove {head.name} from the '
+            "file"
         )
 
 

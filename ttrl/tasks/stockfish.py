@@ -125,7 +125,7 @@ class Stockfish:
             board, limit, root_moves=moves, game=object(), info=chess.engine.INFO_SCORE
         )
         if "score" not in info:
-            raise chess.engine.EngineError("it gave no score")
+            raise chess.engine.EngineError("it returned no score")
         return float(info["score"].relative.wdl(model="lichess", ply=board.ply()).expectation())
 
 

@@ -255,7 +255,7 @@ class PolicyServer:
     def _served_version(self) -> str:
         serving = self._serving
         if serving is None:
-            raise ServerError("no server runs; serve() starts one")
+            raise ServerError("no server is running; serve() starts one")
         return serving.version
 
     def stop(self) -> None:
@@ -335,13 +335,12 @@ class PolicyServer:
                 raise
             if member.ours is None and isinstance(error, WeightSyncError):
                 raise WeightSyncError(
-                    f'{error}; if vLLM does not serve this adapter, say adapters="merged"'
+                    f'{error}; if vLLM does not serve this adapter, set adapters="merged"'
                 ) from error
             if member.ours is None:
                 raise
             logger.warning(
-                "vLLM does not serve this run's adapters; it is given merged weights from now "
-                "on: %s",
+                "vLLM does not serve this run's adapters; it gets merged weights from now on: %s",
                 error,
             )
             self._adapters = False

@@ -155,7 +155,7 @@ def test_a_template_that_takes_all_memory_is_stopped_before(attack, tokenizer_of
     assert peak < MOST
     assert "the chat template of" in str(
         error
-    ) and "for one conversation; look at it, or take another" in str(error)
+    ) and "for one conversation; check it, or set another" in str(error)
 
 
 def test_a_template_is_stopped_with_tags_too(tokenizer_of):

@@ -267,7 +267,7 @@ def test_a_page_is_small_and_says_when_it_would_not_be(monkeypatch: pytest.Monke
     monkeypatch.setattr(row_html, "MAX_BYTES", 150_000)
     with pytest.raises(
         PackError,
-        match=r"2 rows with 16,\d+ tokens would make a page of up to 0 MB.*choose about 1 rows",
+        match=r"2 rows with 16,\d+ tokens make a page of up to 0 MB.*choose about 1 rows",
     ):
         packed_rows_html(packed, [0, 1])
     with pytest.raises(PackError, match="row 2, 7 of 2 rows; give rows from 0 to 1"):

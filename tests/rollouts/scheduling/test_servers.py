@@ -280,10 +280,12 @@ def test_a_server_that_stays_away_is_given_up() -> None:
             assert loop.time() - began == pytest.approx(20.0)
             for outcome in outcomes:
                 assert isinstance(outcome, RequestError)
-                assert "not answered for 20 s; is it running?" in str(
+                assert "not answered for 20 s; check that it is running" in str(
                     outcome
                 ) and "connection refused" in str(outcome)
-            with pytest.raises(RequestError, match="is it running"):  # at once, from now on
+            with pytest.raises(
+                RequestError, match="check that it is running"
+            ):  # at once, from now on
                 await send(pool)
             assert loop.time() - began == pytest.approx(20.0)
             fake.alive = True
@@ -648,9 +650,9 @@ def test_a_limit_of_open_files_limits_what_is_in_flight(
     with caplog.at_level(logging.WARNING):
         virtual(main())
     assert fake.most == 10
-    assert [record.message for record in caplog.records if "files open" in record.message] == [
-        caplog.records[0].message
-    ]
+    assert [
+        record.message for record in caplog.records if "this process may open" in record.message
+    ] == [caplog.records[0].message]
 
 
 def test_the_limit_of_open_files_is_raised() -> None:

@@ -178,7 +178,7 @@ def test_a_flood_of_answers_is_not_kept():
         "65536)\n    except OSError: pass"
     )
     assert run_sandboxed(flood, LIMITS) == SandboxOutcome(
-        False, "ended: it wrote where only its judge may write"
+        False, "ended: it wrote to the judge's own channel"
     )
 
 

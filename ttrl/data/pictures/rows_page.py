@@ -71,9 +71,8 @@ def packed_rows_html(
     size = tokens * _BYTES_PER_POSITION + changes * _BYTES_PER_CHANGE
     if size > MAX_BYTES:
         raise PackError(
-            f"{len(chosen)} rows with {tokens:,} tokens would make a page of up to "
-            f"{size / 1e6:.0f} MB, and browsers get slow "
-            f"above {MAX_BYTES / 1e6:.0f} MB; choose about "
+            f"{len(chosen)} rows with {tokens:,} tokens make a page of up to {size / 1e6:.0f} MB, "
+            f"and browsers get slow above {MAX_BYTES / 1e6:.0f} MB; choose about "
             f"{max(1, len(chosen) * MAX_BYTES // size)} rows at a time"
         )
     segments = {row: segments_of(packed, row) for row in chosen}
@@ -167,7 +166,7 @@ class _RowFacts:
 
     def owner(self, segment: Segment) -> str:
         if segment.sample < 0:
-            return "shared by the completions that continue it"
+            return "shared by the completions below it"
         sample = self._samples[segment.sample]
         return f"task {visible(sample.task_id)}, sample {sample.sample}"
 

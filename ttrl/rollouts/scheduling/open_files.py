@@ -37,8 +37,8 @@ class OpenFiles:
         self._is_final = True
         self._most = max(self._most, 1.0)
         logger.warning(
-            "this process may have %d files open, so at most %d requests are in flight at once; "
-            "more with a higher `ulimit -Hn`",
+            "this process may open %d files, so it sends at most %d requests at once; raise "
+            "`ulimit -Hn` for more",
             self._most + RESERVE,
             self._most,
         )

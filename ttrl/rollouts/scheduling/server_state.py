@@ -162,7 +162,7 @@ class Server:
         else:
             state = "it does not answer"
         logger.warning(
-            "%s is taken out, %s; the last fault: %s", self.base_url, state, self.last_fault
+            "%s is out of use, %s; the last fault: %s", self.base_url, state, self.last_fault
         )
         self._spawn(self._bring_back(self._rests if alive else 0))
         self._rests += alive
@@ -225,7 +225,7 @@ class Server:
         self._unanswered = 0
         metrics = read_metrics(text.decode(errors="replace"))
         if metrics is None:
-            logger.debug("%s says nothing of a KV cache at /metrics", self.base_url)
+            logger.debug("%s reports no KV cache at /metrics", self.base_url)
             return False
         self.room.update(metrics, asyncio.get_running_loop().time())
         self._changed(self)

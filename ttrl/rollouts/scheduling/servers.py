@@ -231,7 +231,7 @@ class Servers:
                     if not lease.scope.expired():
                         raise
                     error = RequestError(
-                        f"{lease.server.base_url}: the server was gone while it had this request",
+                        f"{lease.server.base_url}: the server died during this request",
                         "connection",
                     )
                 finally:
@@ -387,7 +387,8 @@ class Servers:
         else:
             who = f"none of the {len(self.servers)} servers has"
         return RequestError(
-            f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}",
+            f"{who} not answered for {seconds:.0f} s; check that it is running. The last error: "
+            f"{said}",
             "connection",
         )
 
@@ -407,12 +408,9 @@ def _without_broken_off(answers: list[Answer | None], base_url: str) -> list[Ans
     if not reasons or any(kept):
         return kept
     if "abort" in reasons:
-        why = (
-            "the server ended the completion with finish_reason 'abort', as it does when it is "
-            "ended or paused"
-        )
+        why = "the server ended the completion with finish_reason 'abort', as on its end or pause"
         raise RequestError(f"{base_url}: {why}", "connection")
-    why = "the server gave up on the completion with finish_reason 'error'; its log says why"
+    why = "the server failed the completion with finish_reason 'error'; its log has the reason"
     raise RequestError(f"{base_url}: {why}", "malformed")
 
 

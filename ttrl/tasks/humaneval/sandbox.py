@@ -94,7 +94,7 @@ def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOu
     limits = limits or SandboxLimits()
     if not sys.platform.startswith("linux"):
         raise GraderError(
-            f"sandbox: {sys.platform} has no namespaces; programs of a model are run on Linux only"
+            f"sandbox: {sys.platform} has no namespaces; run models' programs on Linux"
         )
     with _share_of_memory(limits.memory):
         return _run(source, limits)
@@ -139,7 +139,7 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
         finally:
             done.kill()  # if it still runs, and with it the kernel all the others
     if len(written) > _LONGEST_ANSWER:
-        return SandboxOutcome(False, "ended: it wrote where only its judge may write")
+        return SandboxOutcome(False, "ended: it wrote to the judge's own channel")
     try:
         answer = json.loads(written)
     except ValueError:
@@ -147,15 +147,14 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
     answer = answer if isinstance(answer, dict) else {}
     if done.returncode == 1 and "refused" in answer:
         raise GraderError(
-            f"sandbox: this machine does not allow it: {answer['refused']}. Programs of a model "
-            "are not run without it. Run "
-            "this where processes may make user namespaces; containers and some distributions "
-            "forbid it by default"
+            f"sandbox: this machine does not allow it: {answer['refused']}. ttrl runs models' "
+            "programs only in a sandbox: allow user namespaces for processes (containers and some "
+            "distributions forbid them by default), or use another machine"
         )
     if done.returncode != 0 and done.returncode not in _ENDS:
         raise GraderError(
-            f"sandbox: it ended with exit code {done.returncode} before or beside the program; "
-            "the machine may be out of memory"
+            f"sandbox: it ended with exit code {done.returncode} before or during the program; "
+            "check this machine's free memory"
         )
     if done.returncode == 0 and answer.get("passed") == passed:
         return SandboxOutcome(True)
@@ -185,7 +184,7 @@ def why_not() -> str | None:
         return str(error)
     if outcome.passed:
         return None
-    return f"sandbox: a program that does nothing failed here: {outcome.reason}"
+    return f"sandbox: an empty program failed here: {outcome.reason}"
 
 
 def _folders() -> list[str]:
