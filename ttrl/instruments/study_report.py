@@ -234,7 +234,7 @@ CHANGES = ("fell", "rose", "did not change beyond the noise")
 _MEANINGS = {
     "fell": "Answers become more alike; at 0, all are the same and nothing is left to learn.",
     "rose": "Answers become more varied.",
-    "did not change beyond the noise": "More answers (--entropy-samples) would show smaller changes.",
+    "did not change beyond the noise": "More answers (--entropy-samples) would show less.",
 }
 
 
