@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from ttrl.agents import elsewhere
 from ttrl.agents.agent_worker import Order
 from ttrl.agents.elsewhere import list_rows
 from ttrl.errors import TaskError
@@ -44,10 +43,9 @@ def test_a_listing_that_fails_says_why(code, words):
     assert words in str(caught.value)
 
 
-def test_a_listing_that_hangs_or_cannot_start(monkeypatch):
-    monkeypatch.setattr(elsewhere, "_SECONDS", 0.5)
+def test_a_listing_that_hangs_or_cannot_start():
     with pytest.raises(TaskError, match=r"verifiers:x: listing its tasks took more than 0.5 s"):
-        list_rows([sys.executable, "-c", "import time; time.sleep(600)"], ORDER, "verifiers:x")
+        list_rows([sys.executable, "-c", "import time; time.sleep(600)"], ORDER, "verifiers:x", 0.5)
     with pytest.raises(
         TaskError, match=r"verifiers:x: cannot start '/no/such/python'.*No such file"
     ):

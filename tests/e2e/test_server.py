@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.fake_vllm import KeepsItsCache
 from support.tiny_models import make_byte_model
 from transformers import AutoModelForCausalLM
 
@@ -230,14 +231,15 @@ def test_old_weights_left_in_place_fall_back_to_a_restart(server, first, second,
     assert server._child.pid != pid and (server.port, server.api_key) == (port, key)
 
 
-def test_stale_prefix_cache_is_caught(server, first, second, monkeypatch):
+def test_stale_prefix_cache_is_caught(server, first, second):
     """New weights, but keys and values of the old ones: only the greedy generation sees it."""
     sync_weights(server, first)
-    monkeypatch.setattr(sync, "reset_prefix_cache", lambda server: None)
+    forgetful = KeepsItsCache(
+        server.root_url, served_model_name="policy", dtype="float32", api_key=server.api_key
+    )
     source = Files.of(second)
-    proof = sync._load_in_place(server, second, source, compare=True, asleep=False)
+    proof = sync._load_in_place(forgetful, second, source, compare=True, asleep=False)
     assert "greedy token" in proof.problem
-    monkeypatch.undo()
     sync.reset_prefix_cache(server)
     assert check_canary(server, source.canary).passed
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.fake_vllm import KeepsItsCache
 from support.handing_over import HandingOver
 
 from ttrl import TrainConfig
@@ -375,12 +376,13 @@ def test_old_weights_left_in_place_are_caught(server, checkpoints, folder):
     assert_closed(server)
 
 
-def test_an_old_prefix_cache_is_caught(server, checkpoints, monkeypatch):
-    monkeypatch.setattr(sync, "reset_prefix_cache", lambda server: None)
+def test_an_old_prefix_cache_is_caught(server, started, checkpoints):
+    forgetful = KeepsItsCache(
+        server.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key
+    )
     with pytest.raises(WeightSyncError, match="greedy token"):
-        sync_weights(server, checkpoints[1])
+        sync_weights(forgetful, checkpoints[1])
     assert_closed(server)
-    monkeypatch.undo()
     assert sync_weights(server, checkpoints[1]).proof.canary_max_difference < 1e-4
 
 

@@ -11,6 +11,7 @@ import time
 import msgspec
 import pytest
 import yaml
+from support import os_calls
 from support.fake_vllm import canary_of
 from support.pretended_tune import PretendedTune
 
@@ -22,7 +23,6 @@ from ttrl.launch.tune import TrainerProcess, tune_command
 from ttrl.records import Handover
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
-from ttrl.system.request_folder import RequestFolder
 
 # What each test lets happen in an iteration is Python in the setting "do", with the names of this
 # script.
@@ -342,12 +342,8 @@ def test_settings_of_the_process_itself_need_another_process(made):
     assert not is_alive(pid_of(made, 1))
 
 
-def test_it_can_be_stopped_in_the_middle_of_an_iteration(made, monkeypatch):
+def test_it_can_be_stopped_in_the_middle_of_an_iteration(made):
     """On a full disk, too."""
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space left on device")
-
     trainer = made()
     mark = made.run / "working"
 
@@ -361,8 +357,7 @@ def test_it_can_be_stopped_in_the_middle_of_an_iteration(made, monkeypatch):
             1, made.config(1, do=f"open({str(mark)!r}, 'w').close(); time.sleep(600)")
         )
     pid = int((made.run / "waits").read_text())
-    with monkeypatch.context() as patch:
-        patch.setattr(RequestFolder, "put", full)
+    with os_calls.refused("open", errno.ENOSPC, "/.stop."):
         trainer.stop()
     assert not is_alive(pid)
     trainer.make_checkpoint(1, made.config(1))

@@ -139,85 +139,74 @@ def test_a_base_in_four_bits_is_judged_from_its_first_checkpoint_on():
 # A run folder
 
 
-@pytest.fixture
-def run(tmp_path, tiny_model):
+def sampled(tokenizer, task):
+    """A task with two samples."""
+    messages = [{"role": "user", "content": f"word {task}"}]
+    samples = []
+    for number, text in enumerate(("yes yes", "no no no")):
+        ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        samples.append(
+            Sample(
+                task_id=task,
+                sample=number,
+                messages=messages,
+                text=text,
+                prompt_token_ids=tokenizer.encode(f"<|user|>word {task}<|end|><|assistant|>"),
+                token_ids=ids,
+                logprobs=[-1.0 - place for place in range(len(ids))],
+                reward=float(number),
+                finish_reason="stop",
+                weights_version=1,
+            )
+        )
+    return TaskResult(task_id=task, messages=messages, samples=samples)
+
+
+class Run:
     """Iteration 2 of a run: two tasks with two samples each, packed; the policy before it is that
     of iteration 1.
     """
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    folder = RunFolder(tmp_path / "run")
-    for number in (0, 1):
-        path = folder.iteration(number).path / "checkpoint"
-        path.parent.mkdir(parents=True)
-        path.symlink_to(tiny_model)
-        mark(
-            folder.iteration(number),
-            "train" if number else "prepare",
-            [],
-            {"seconds": 1.0, "trained": True},
-        )
-    iteration = folder.iteration(2)
-    groups = []
-    for task in ("a", "b"):
-        messages = [{"role": "user", "content": f"word {task}"}]
-        samples = []
-        for number, text in enumerate(("yes yes", "no no no")):
-            ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-            samples.append(
-                Sample(
-                    task_id=task,
-                    sample=number,
-                    messages=messages,
-                    text=text,
-                    prompt_token_ids=tokenizer.encode(f"<|user|>word {task}<|end|><|assistant|>"),
-                    token_ids=ids,
-                    logprobs=[-1.0 - place for place in range(len(ids))],
-                    reward=float(number),
-                    finish_reason="stop",
-                    weights_version=1,
-                )
-            )
-        groups.append(TaskResult(task_id=task, messages=messages, samples=samples))
-    write_jsonl(
-        iteration.path / "rollouts.jsonl",
-        [sample.to_json() for group in groups for sample in group.samples],
-    )
-    sync = {"mode": "reload", "canary_max_difference": 2e-6, "fell_back": None}
-    mark(iteration, "rollouts", ["rollouts.jsonl"], {"seconds": 1.0, "sync": sync})
-    tokenize = TaskResultTokenizer(tokenizer)
-    packed = packed_tensors_from_tokenized_results(
-        [one for g in groups for one in tokenize(g, [-1.0, 1.0])], seq_len=64, pad_id=0
-    )
-    packed.save(iteration.path / "packed.safetensors")
-    mark(
-        iteration,
-        "pack",
-        ["packed.safetensors"],
-        {"seconds": 1.0, "tokenization": dataclasses.asdict(tokenize.counts)},
-    )
-    (iteration.path / "grpo.yaml").write_text("temperature: 1.0\n")
+    def __init__(self, path, model):
+        from transformers import AutoTokenizer
 
-    def trained(figures, worst=()):
+        self.folder, self.said = RunFolder(path), []
+        self.console = SimpleNamespace(line=self.said.append)
+        for number, phase in enumerate(("prepare", "train")):
+            checkpoint = self.folder.iteration(number).path / "checkpoint"
+            checkpoint.parent.mkdir(parents=True)
+            checkpoint.symlink_to(model)
+            mark(self.folder.iteration(number), phase, [], {"seconds": 1.0, "trained": True})
+        self.iteration = self.folder.iteration(2)
+        self.path = self.iteration.path
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        groups = [sampled(tokenizer, task) for task in ("a", "b")]
+        rows = [sample.to_json() for group in groups for sample in group.samples]
+        write_jsonl(self.path / "rollouts.jsonl", rows)
+        sync = {"mode": "reload", "canary_max_difference": 2e-6, "fell_back": None}
+        mark(self.iteration, "rollouts", ["rollouts.jsonl"], {"seconds": 1.0, "sync": sync})
+        self.packed = self.pack(groups, TaskResultTokenizer(tokenizer))
+        (self.path / "grpo.yaml").write_text("temperature: 1.0\n")
+
+    def pack(self, groups, tokenize):
+        sequences = [one for group in groups for one in tokenize(group, [-1.0, 1.0])]
+        packed = packed_tensors_from_tokenized_results(sequences, seq_len=64, pad_id=0)
+        packed.save(self.path / "packed.safetensors")
+        facts = {"seconds": 1.0, "tokenization": dataclasses.asdict(tokenize.counts)}
+        mark(self.iteration, "pack", ["packed.safetensors"], facts)
+        return packed
+
+    def trained(self, figures, worst=()):
+        """Training has compared the tokens, with these figures."""
         drift = figures | {"worst": list(worst), "by_version": {"1": figures}}
-        mark(
-            iteration,
-            "train",
-            [],
-            {"seconds": 1.0, "trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]},
-        )
+        steps = [{"sampler_trainer": drift, "lr": 1.0}]
+        mark(self.iteration, "train", [], {"seconds": 1.0, "trained": True, "steps": steps})
         return read_facts(SamplerTrainer, drift)
 
-    said: list[str] = []
-    return SimpleNamespace(
-        folder=folder,
-        packed=packed,
-        trained=trained,
-        path=iteration.path,
-        said=said,
-        console=SimpleNamespace(line=said.append),
-    )
+
+@pytest.fixture
+def run(tmp_path, tiny_model):
+    return Run(tmp_path / "run", tiny_model)
 
 
 def worst_of(packed, task, sample, place):

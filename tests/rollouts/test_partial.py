@@ -8,6 +8,7 @@ tests/e2e/test_partial.py.
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -493,8 +494,7 @@ def test_samples_that_cannot_be_continued_are_named():
 
     def attempt(**changes):
         sample, _ = uncut(server, {"max_tokens": 9}, max_tokens=2)
-        for name, value in changes.items():
-            setattr(sample, name, value)
+        sample = dataclasses.replace(sample, **changes)
         return asyncio.run(continue_answer(server, request(max_tokens=9), sample, max_tokens=None))
 
     for changes, message in (

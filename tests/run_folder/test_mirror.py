@@ -12,16 +12,16 @@ from uuid import uuid4
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from support.facts import mark
 
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.lease import LEASE_FILES
+from ttrl.run_folder.lease import LEASE_FILES, FolderLease
 from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
 from ttrl.run_folder.owner import describe_process
 from ttrl.run_folder.pruning import prune
-from ttrl.system import mirror_store
 from ttrl.system.files import append_jsonl, digest, write_json
 from ttrl.system.mirror_store import MirrorStore
 
@@ -70,14 +70,17 @@ def any_address(request, tmp_path, address):
 class Machine:
     """A run folder on a machine of its own, and what a loop does to it."""
 
-    def __init__(self, path, address):
-        self.folder = RunFolder(path)
+    def __init__(self, path, address, store_class=QuickStore, **owner):
+        """owner: differences from this process."""
+        lease = FolderLease(path, describe=lambda: replace(describe_process(), **owner))
+        self.folder = RunFolder(path, lease)
+        self.store_class = store_class
         self.config = TrainConfig(run=str(path), model="m", iterations=20, mirror=address)
 
     def __enter__(self):
         self._lease = self.folder.locked()
         self._lease.__enter__()
-        self._mirror = mirrored(self.config, self.folder, store_class=QuickStore)
+        self._mirror = mirrored(self.config, self.folder, store_class=self.store_class)
         try:
             return self._mirror.__enter__()
         except BaseException:
@@ -150,11 +153,12 @@ def test_the_mirror_is_the_run_folder(tmp_path, any_address):
     assert kept == {2, 4, 5, 6}  # the best one and the newest three
 
 
-def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address, monkeypatch):
+def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address):
     """Of a machine that vanished they are all that is left; the one that goes on leaves them alone,
     and takes none.
     """
-    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+    first = Machine(tmp_path / "first", address)
+    second = Machine(tmp_path / "second", address, host="other")
     logs = first.folder.path / "logs"
     logs.mkdir(parents=True)
     (logs / "server.log").write_text("started, and then" + 2**20 * "!" + " it died")
@@ -164,7 +168,6 @@ def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address,
     store, name = MirrorStore(address), f"logs/{socket.gethostname()}/server.log"
     assert store.read(name) == (2**20 * b"!" + b" it died")[8:]
     assert [key for key in list(store.keys()) if key.startswith("logs/")] == [name]
-    monkeypatch.setattr(socket, "gethostname", lambda: "other")
     with second:
         second.iteration(3)
         assert not (second.folder.path / "logs").exists()
@@ -454,20 +457,21 @@ def test_two_that_start_at_once(tmp_path, any_address, before):
         assert [json.loads(path.read_text())["epoch"] for path in markers] == [1, 1, 2, 2, 2, 2]
 
 
-def test_answers_that_are_lost(tmp_path, any_address, monkeypatch):
+def test_answers_that_are_lost(tmp_path, any_address):
     """The store did what it was asked to, but nobody heard."""
-    swap, lost = QuickStore.swap, []
+    lost = []
 
-    def losing(store, key, content, tag):
-        result = swap(store, key, content, tag)
-        if lost.count(key) < 2:
-            lost.append(key)
-            raise OSError("connection reset")
-        return result
+    class LosingStore(QuickStore):
+        longest_pause = 0.01
 
-    monkeypatch.setattr(QuickStore, "swap", losing)
-    monkeypatch.setattr(QuickStore, "longest_pause", 0.01)
-    here = Machine(tmp_path / "here", any_address)
+        def swap(self, key, content, tag):
+            result = super().swap(key, content, tag)
+            if lost.count(key) < 2:
+                lost.append(key)
+                raise OSError("connection reset")
+            return result
+
+    here = Machine(tmp_path / "here", any_address, LosingStore)
     here.run(0, 1)
     assert lost.count("iterations/0001/done/train.json") == 2 and lost.count("owner.json") == 2
     store = MirrorStore(any_address)
@@ -500,7 +504,7 @@ def test_what_an_earlier_owner_left_late_gives_way(tmp_path, address, before):
         )
 
 
-def test_a_machine_of_the_same_name_is_another(tmp_path, address, monkeypatch):
+def test_a_machine_of_the_same_name_is_another(tmp_path, address):
     """A pod that is started again, while the one before may live on, cut off; but who holds the run
     folder of before knows.
     """
@@ -618,17 +622,16 @@ def test_a_store_that_fails_never_stops_the_run(tmp_path, address, before, caplo
     )
 
 
-def test_a_store_that_stays_broken_is_said_at_the_end(
-    tmp_path, address, before, monkeypatch, caplog
-):
-    monkeypatch.setattr(QuickStore, "last_wait_seconds", 0.05)
+def test_a_store_that_stays_broken_is_said_at_the_end(tmp_path, address, before, caplog):
+    class ImpatientStore(QuickStore):
+        last_wait_seconds = 0.05
 
     def write(key, content):
         if key.startswith("iterations"):
             raise OSError("no route to host")
 
     before["write"] = write
-    Machine(tmp_path / "here", address).run(0, 1)
+    Machine(tmp_path / "here", address, ImpatientStore).run(0, 1)
     assert "6 finished phases are missing there (no route to host); the run folder" in caplog.text
 
 
@@ -687,10 +690,13 @@ def test_an_address_as_run(tmp_path):
         MirrorStore("ftp://host/x")
 
 
-def test_a_marker_of_any_size_is_not_read(tmp_path, monkeypatch):
+def test_a_marker_of_any_size_is_not_read(tmp_path):
     """Who writes to a mirror could have a machine run out of memory."""
-    monkeypatch.setattr(mirror_store, "_MOST_READ", 1000)
-    store = MirrorStore(str(tmp_path))
+
+    class SmallStore(MirrorStore):
+        most_read = 1000
+
+    store = SmallStore(str(tmp_path))
     store.write("owner.json", b"x" * 1001)
     with pytest.raises(OSError, match="no run writes that much there: remove it"):
         store.read("owner.json")

@@ -6,11 +6,11 @@ import logging
 from uuid import uuid4
 
 import pytest
+from support import os_calls
 
 from ttrl import TrainConfig
 from ttrl.errors import DriftError, RunFolderError, UserError
 from ttrl.loop import train as train_module
-from ttrl.run_folder import folder
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.redo import throw_away
 from ttrl.system.files import digest, read_jsonl
@@ -92,7 +92,7 @@ def test_drift_ends_the_run_until_its_iteration_is_done_again(
     assert content(world) == undisturbed(steps)
 
 
-def test_killed_while_throwing_away(world, undisturbed, monkeypatch):
+def test_killed_while_throwing_away(world, undisturbed):
     """With drift="warn" the run went on, so that there are later iterations, and lines of
     metrics.
     """
@@ -100,16 +100,15 @@ def test_killed_while_throwing_away(world, undisturbed, monkeypatch):
     train(world, drift="warn")
     world.step_facts = {}
     for count in range(2):
-        calls, remove = [], folder.remove_folder
+        removed = []
 
-        def killed(path, calls=calls, remove=remove, count=count):
-            if len(calls) == count:
-                raise KeyboardInterrupt
-            calls.append(path)
-            remove(path)
+        def killed(source, target, *_, removed=removed, count=count):
+            if "-removed-" in str(target):
+                if len(removed) == count:
+                    raise KeyboardInterrupt
+                removed.append(source)
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(folder, "remove_folder", killed)
+        with os_calls.before("os.rename", killed), pytest.raises(KeyboardInterrupt):
             train(world, redo=2, drift="warn")
         assert [row["iteration"] for row in world.rows()] == [0, 1]
         assert (world.run / "iterations/0003").exists() == (count == 0) and (

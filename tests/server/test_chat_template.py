@@ -130,8 +130,11 @@ def test_a_joined_server_with_another_template_is_refused(
         asyncio.run(auth.RequireKey(None)(scope, None, send))  # type: ignore[arg-type]
         return sent[-1]["body"]
 
-    server = JoinedServer("http://h:1", served_model_name="m", dtype="float32", api_key="k")
-    monkeypatch.setattr(server, "request", lambda *_, **__: json.loads(fence()))
+    class Answered(JoinedServer):
+        def request(self, *_: Any, **__: Any) -> Any:
+            return json.loads(fence())
+
+    server = Answered("http://h:1", served_model_name="m", dtype="float32", api_key="k")
     monkeypatch.delenv(auth.TEMPLATE_VARIABLE, raising=False)
     server.check_chat_template(model)  # an older server does not say
     monkeypatch.setenv(auth.TEMPLATE_VARIABLE, template_digest(model))

@@ -343,35 +343,30 @@ def test_a_server_s_processes_meet_and_compile_where_nobody_else_can_reach(monke
 
 
 def test_threads_wait_for_a_moment_before_they_sleep(monkeypatch):
-    monkeypatch.setattr("ttrl.server.vllm.is_cpu_build", lambda: True)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    environment = VLLMServer("m", served_model_name="m", log_path="x")._environment()
+    here = {"served_model_name": "m", "log_path": "x", "cpu": True}
+    environment = VLLMServer("m", **here)._environment()
     assert (
         environment["OMP_WAIT_POLICY"] == "PASSIVE"
         and 0 < int(environment["GOMP_SPINCOUNT"]) <= 5000
     )
-    own = VLLMServer("m", served_model_name="m", log_path="x", env={"GOMP_SPINCOUNT": "7"})
+    own = VLLMServer("m", **here, env={"GOMP_SPINCOUNT": "7"})
     assert own._environment()["GOMP_SPINCOUNT"] == "7"
 
 
-def test_a_small_model_s_command_on_a_cpu(tmp_path, monkeypatch):
+def test_a_small_model_s_command_on_a_cpu(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 262, "hidden_size": 128}')
 
-    def line(**arguments):
-        return " ".join(
-            VLLMServer(
-                tmp_path, served_model_name="m", log_path=tmp_path / "log", **arguments
-            )._command()
-        )
+    def line(cpu, **arguments):
+        given = {"served_model_name": "m", "log_path": tmp_path / "log", **arguments}
+        return " ".join(VLLMServer(tmp_path, cpu=cpu, **given)._command())
 
     large, own = "--max-num-seqs 512 --max-num-batched-tokens 8192", {"max_num_batched_tokens": 256}
     for cpu in (True, False):
-        monkeypatch.setattr("ttrl.server.vllm.is_cpu_build", lambda cpu=cpu: cpu)
-        assert (large in line()) == cpu == ("--enforce-eager" in line())
+        assert (large in line(cpu)) == cpu == ("--enforce-eager" in line(cpu))
         # vLLM would end with an error where a step has fewer tokens than sequences.
-        assert "--max-num-batched-tokens 256" in line(
-            extra_args=own
-        ) and "--max-num-seqs" not in line(extra_args=own)
+        given = line(cpu, extra_args=own)
+        assert "--max-num-batched-tokens 256" in given and "--max-num-seqs" not in given
 
 
 TESTS = str(Path(__file__).parents[1])

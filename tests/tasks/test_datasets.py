@@ -6,10 +6,13 @@ import csv
 import json
 import os
 import re
+import subprocess
 import sys
 import types
 
 import pytest
+from support import os_calls
+from support.packages import without
 
 from ttrl.errors import TaskError
 from ttrl.tasks.datasets import RowError, list_field, load_rows, select, text_field
@@ -195,17 +198,18 @@ def hub(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "datasets", fake)
     proxies = [name for name in os.environ if name.lower().endswith("_proxy")]
-    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", *proxies):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", *proxies):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://localhost/mirror")
     asked = []
 
-    def look_up(*address):
-        asked.append(address)
-        if address[0] == "hub.local":
+    def look_up(name, port, *_):
+        asked.append((name, port))
+        if name != "localhost":
             raise OSError("Name or service not known")
 
-    monkeypatch.setattr("socket.getaddrinfo", look_up)
-    return asked
+    with os_calls.before("socket.getaddrinfo", look_up):
+        yield asked
 
 
 def test_no_way_to_the_hub(hub, monkeypatch):
@@ -213,13 +217,15 @@ def test_no_way_to_the_hub(hub, monkeypatch):
     without the address.
     """
     load_rows("a/b", parse, splits=("train",), config="main")
-    assert hub == [("huggingface.co", 443)]
+    assert hub == [("localhost", 443)]
+    monkeypatch.delenv("HF_ENDPOINT")
     with pytest.raises(
         TaskError,
-        match=r"a/b \(main\): the Hugging Face hub cannot be reached: hub\.local: Name .* HF_HUB_OFFLINE=1",
+        match=r"a/b \(main\): the Hugging Face hub cannot be reached: huggingface\.co: Name .* "
+        "HF_HUB_OFFLINE=1",
     ):
-        monkeypatch.setenv("HF_ENDPOINT", "https://hub.local/mirror")
         load_rows("a/b", parse, splits=("train",), config="main")
+    assert hub[1:] == [("huggingface.co", 443)]
     with monkeypatch.context() as offline:
         offline.setenv("HF_HUB_OFFLINE", "1")
         assert load_rows("a/b", parse, splits=("train",), config="main") == PARSED
@@ -363,10 +369,17 @@ def test_families_ask_a_question_once(tmp_path, caplog, monkeypatch, function, r
         assert f"{path}, {place}: " in caplog.text
 
 
-def test_no_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(TaskError, match=r"need the package datasets: pip install 'ttrl\[tasks\]'"):
-        load_rows("a/b", parse, splits=("train",))
+def test_no_package(tmp_path):
+    code = "from ttrl.tasks.datasets import load_rows\nload_rows('a/b', str, splits=('train',))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=without(tmp_path, "datasets"),
+        capture_output=True,
+        text=True,
+    )
+    assert "TaskError: a/b: data sets of the Hugging Face hub need the package datasets: pip " in (
+        done.stderr
+    )
 
 
 def test_select():

@@ -23,10 +23,10 @@ from ttrl.facts import Sync
 from ttrl.launch.trainer import Trainer
 from ttrl.records import Handover
 from ttrl.run_folder.folder import RunFolder
+from ttrl.server.model_folder import merge_adapter
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
-from ttrl.weights import policy_server
-from ttrl.weights.policy_server import PolicyServer, make_server
+from ttrl.weights.policy_server import PolicyServer, make_server, server_environments
 from ttrl.weights.sync import SyncReport
 from ttrl.weights.verify import Proof
 
@@ -165,7 +165,7 @@ def config_of(**settings):
 def make(syncs, tmp_path):
     made = []
 
-    def make(look_seconds=0.01, console=None, **settings):
+    def make(look_seconds=0.01, console=None, merge=merge_adapter, **settings):
         config = config_of(**settings)
         keys = config.joined_keys()
         made.append(
@@ -179,6 +179,7 @@ def make(syncs, tmp_path):
                 ],
                 own=FakeVLLM,
                 sync=syncs.sync,
+                merge=merge,
                 look_seconds=look_seconds,
                 look_at_others_seconds=0.0,
             )
@@ -640,14 +641,14 @@ def test_adapters_are_served_beside_the_base(make, syncs, tmp_path):
     assert FakeVLLM.made[1].events == [f"start {other}"]
 
 
-def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, caplog, monkeypatch):
+def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, caplog):
     merged = []
-    monkeypatch.setattr(
-        "ttrl.weights.policy_server.merge_adapter",
-        lambda folder: merged.append((folder, len(syncs.events))),
-    )
+
+    def merge(folder):
+        merged.append((folder, len(syncs.events)))
+
     tuned = adapted(tmp_path / "tuned", "/base")
-    server = make(servers=2, **LORA)
+    server = make(servers=2, merge=merge, **LORA)
     syncs.fail["http://server-1/v1"] = WeightSyncError("no")
     assert server.serve(tuned).fell_back.startswith("vLLM does not serve this run's adapters")
     assert [made.serves_adapters for made in FakeVLLM.made] == [False, False]
@@ -670,16 +671,16 @@ def test_adapters_that_are_fetched_are_never_merged(make, syncs, tmp_path, monke
     """Nobody at another site would find merged weights; whoever does not serve the adapter is left
     out.
     """
-    monkeypatch.setattr(policy_server, "merge_adapter", lambda folder: pytest.fail("merged"))
     monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
     tuned = adapted(tmp_path / "iterations/0003/checkpoint", "/base")
-    server = make(run=str(tmp_path), **FETCHED)
+    given = {"run": str(tmp_path), "merge": lambda folder: pytest.fail("merged"), **FETCHED}
+    server = make(**given)
     syncs.fail["http://server-0/v1"] = WeightSyncError("no")
     assert server.serve(tuned).left_out == {"http://server-0/v1": "no"}
     assert FakeVLLM.made[0].serves_adapters and [client.base_url for client in server.servers] == [
         "http://one:1"
     ]
-    other = make(run=str(tmp_path), **FETCHED, servers=0)
+    other = make(**given, servers=0)
     syncs.fail["http://one:1"] = WeightSyncError("no")
     with pytest.raises(WeightSyncError, match=r"^no$"):
         other.serve(tuned)
@@ -774,11 +775,10 @@ def test_settings_that_cannot_be_meant(settings, problem):
 @pytest.mark.parametrize(
     "way", [{"weight_sync": "sleep"}, {"weight_sync": "memory"}, {"weight_sync": "reload"}], ids=str
 )
-def test_servers_that_will_sleep_are_started_so(way, monkeypatch):
-    monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
+def test_servers_that_will_sleep_are_started_so(way):
     sleeps = {
         placement: "enable-sleep-mode"
-        in make_server(config_of(placement=placement, **way), A, Path("log")).extra_args
+        in make_server(config_of(placement=placement, **way), A, Path("log"), cpu=False).extra_args
         for placement in ("colocated", "split")
     }
     together = way["weight_sync"] != "reload"
@@ -791,22 +791,20 @@ def test_devices_are_divided(syncs, monkeypatch):
         ConfigError, match=r"servers is 3, with 2 GPUs each .* but there are 5 GPUs"
     ):
         shares_of_devices(3, 2, list("01234"))
-    monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     config = config_of(servers=2, server={"tensor_parallel_size": 2})
-    assert policy_server._environments(config) == [
+    assert server_environments(config, cpu=False) == [
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "6,7"},
     ]
     ray = config_of(
         servers=2, server={"tensor_parallel_size": 8, "distributed_executor_backend": "ray"}
     )
-    assert policy_server._environments(ray) == [{}, {}]
+    assert server_environments(ray, cpu=False) == [{}, {}]
 
 
 def test_trainer_and_servers_that_are_split_have_no_gpu_in_common(syncs, tmp_path, monkeypatch):
     """One server too, which elsewhere takes the first GPU."""
-    monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-x,6,7")
     for servers, each, expected in ((1, 1, ["6"]), (2, 1, ["6", "7"]), (1, 2, ["6,7"])):
         config = config_of(
@@ -815,7 +813,7 @@ def test_trainer_and_servers_that_are_split_have_no_gpu_in_common(syncs, tmp_pat
             servers=servers,
             server={"tensor_parallel_size": each},
         )
-        assert policy_server._environments(config) == [
+        assert server_environments(config, cpu=False) == [
             {"CUDA_VISIBLE_DEVICES": share} for share in expected
         ]
     trainer = Trainer(config, RunFolder(tmp_path), Console(quiet=True))
@@ -829,4 +827,4 @@ def test_trainer_and_servers_that_are_split_have_no_gpu_in_common(syncs, tmp_pat
             == {}
         )
     with pytest.raises(ConfigError, match="none is left to serve"):
-        policy_server._environments(config_of(placement="split", nproc_per_node=4))
+        server_environments(config_of(placement="split", nproc_per_node=4), cpu=False)

@@ -150,6 +150,17 @@ def test_one_that_did_not_come_out_well_at_its_start_is_given_the_weights_again(
     assert "did not load its weights correctly" in caplog.text
 
 
+def mend_at_its_start(server):
+    """Let it behave once it is started again."""
+    start = server.start
+
+    def mended():
+        server.behaviour = "fine"
+        return start()
+
+    server.start = mended
+
+
 @pytest.mark.long(
     but=["refuse-ServerError: POST /collective_rpc: the server answered 500: .*shape mismatch"]
 )
@@ -174,8 +185,7 @@ def test_one_that_did_not_come_out_well_at_its_start_is_given_the_weights_again(
 def test_a_failed_reload_falls_back_to_a_restart(fake_server, checkpoints, behaviour, reason):
     """Long for the other failures: only these are noticed by the comparison or the canary."""
     with fake_server(behaviour) as server:
-        start = server.start
-        server.start = lambda: (setattr(server, "behaviour", "fine"), start())
+        mend_at_its_start(server)
         report = sync_weights(server, checkpoints[1])
         assert report.mode == "restart" and report.proof.canary_max_difference < 1e-9
         assert re.search(reason, report.fell_back), report.fell_back
@@ -184,8 +194,7 @@ def test_a_failed_reload_falls_back_to_a_restart(fake_server, checkpoints, behav
 def test_an_old_prefix_cache_is_seen_where_half_precision_hides_it(fake_server, checkpoints):
     with fake_server("keep-cache") as server:
         server.dtype = "bfloat16"
-        start = server.start
-        server.start = lambda: (setattr(server, "behaviour", "fine"), start())
+        mend_at_its_start(server)
         assert (
             "tokens came from the emptied prefix cache"
             in sync_weights(server, checkpoints[1]).fell_back
@@ -549,10 +558,9 @@ def test_a_measure_that_makes_no_sense_is_refused(checkpoints, tmp_path, measure
         Canary.load(tmp_path)
 
 
-def test_a_server_that_stays_busy(fake_server, monkeypatch):
-    monkeypatch.setattr(sync, "_DRAIN_SECONDS", 0.0)
+def test_a_server_that_stays_busy(fake_server):
     with fake_server() as server, pytest.raises(ServerError, match="check for running requests"):
-        sync.reset_prefix_cache(server)
+        sync.reset_prefix_cache(server, drain_seconds=0.0)
 
 
 def test_a_restart_that_fails(fake_server, checkpoints):

@@ -19,7 +19,7 @@ from ttrl.configs.base import Settings
 from ttrl.errors import RunFolderError
 from ttrl.facts import Facts, MetricsRow, PhaseFacts, TrainFacts, parse, read_facts
 from ttrl.run_folder.config_changes import HISTORY_FILE, changes, check_changes, remember_changes
-from ttrl.run_folder.lease import HEARTBEAT_SECONDS, FolderLease
+from ttrl.run_folder.lease import FolderLease
 from ttrl.system.files import (
     TEMPORARY_PREFIX,
     again,
@@ -247,11 +247,10 @@ class IterationFolder:
 class RunFolder:
     """A run on disk. Use `locked` for any writing."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], lease: FolderLease | None = None) -> None:
+        """lease: of `path`, if it differs from the default one."""
         self.path = Path(path).absolute()
-        self.lease = FolderLease(self.path, beat_seconds)
+        self.lease = lease or FolderLease(self.path)
         self._written: dict[int, bool] = {}
         """By finished iteration: was a policy made and written? Only final answers, since threads
         ask while another one marks.

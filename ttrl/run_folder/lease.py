@@ -29,7 +29,7 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -73,12 +73,21 @@ _MOUNTS = Path("/proc/self/mountinfo")
 class Lease(ABC):
     """This process's hold on a run: its name in an owner.json, and a heartbeat. Use `held`.
 
-    what: the run folder or mirror, in messages. Subclasses read and write the file.
+    Subclasses read and write the file.
     """
 
-    def __init__(self, what: object, beat_seconds: float) -> None:
+    def __init__(
+        self,
+        what: object,
+        beat_seconds: float,
+        describe: Callable[[], Owner] = describe_process,
+    ) -> None:
+        """what: the run folder or mirror, in messages. beat_seconds: 0 for no heartbeat. describe:
+        returns this process as an owner.
+        """
         self._what = what
         self._beat_seconds = beat_seconds
+        self.describe = describe
         self.owner = Owner()
         self.epoch = 0
         """This process's number among the run's owners; 0 for none."""
@@ -125,7 +134,7 @@ class Lease(ABC):
         owner = self.read()
         if owner is not None:
             self._judge(owner, take_over=take_over)
-        self.owner = describe_process()
+        self.owner = self.describe()
         self.lost_to = None
         try:
             self.sign()
@@ -194,12 +203,14 @@ class Lease(ABC):
         beating = threading.Thread(
             target=self._beat_until, args=(ended,), name="run owner", daemon=True
         )
-        beating.start()
+        if self._beat_seconds:
+            beating.start()
         try:
             yield
         finally:
             ended.set()
-            beating.join()
+            if self._beat_seconds:
+                beating.join()
             with contextlib.suppress(OSError):
                 if self.epoch and self.is_ours():
                     self.leave()
@@ -217,9 +228,18 @@ class Lease(ABC):
 class FolderLease(Lease):
     """The lease of a run folder: lock, owner.json and owners/EPOCH."""
 
-    def __init__(self, folder: Path, beat_seconds: float = HEARTBEAT_SECONDS) -> None:
-        super().__init__(folder, beat_seconds)
+    def __init__(
+        self,
+        folder: Path,
+        beat_seconds: float = HEARTBEAT_SECONDS,
+        *,
+        describe: Callable[[], Owner] = describe_process,
+        mounts: Path = _MOUNTS,
+    ) -> None:
+        """beat_seconds, describe: see `Lease`. mounts: the kernel's list of mounted disks."""
+        super().__init__(folder, beat_seconds, describe)
         self._folder = folder
+        self._mounts = mounts
         self._path = folder / OWNER_FILE
         self._owners = folder / _OWNERS
         self._place: Path | None = None
@@ -301,7 +321,7 @@ class FolderLease(Lease):
         """Tell whether the disk belongs to this machine only. NFS clients on this machine send
         heartbeats.
         """
-        return self._has_flock and _only_here(self._folder)
+        return self._has_flock and only_here(self._folder, self._mounts)
 
     def sign(self) -> None:
         """Make owners/EPOCH, and write owner.json."""
@@ -403,13 +423,15 @@ class FolderLease(Lease):
         return True
 
 
-def _only_here(folder: Path) -> bool:
-    """Tell whether a folder is on a file system of this machine only; False if unknown."""
+def only_here(folder: Path, mounts: Path = _MOUNTS) -> bool:
+    """Tell whether a folder is on a file system of this machine only; False if unknown. mounts: the
+    kernel's list of mounted disks.
+    """
     real = os.path.realpath(folder)
     kinds: dict[str, str] = {}
     with (
         contextlib.suppress(OSError),
-        open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file,
+        open(mounts, encoding="utf-8", errors="surrogateescape") as file,
     ):
         for line in file:
             mount, _, kind = line.partition(" - ")

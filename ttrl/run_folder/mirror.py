@@ -68,7 +68,7 @@ class StoreLease(Lease):
     """
 
     def __init__(self, store: MirrorStore, folder: FolderLease) -> None:
-        super().__init__(store.shown, store.beat_seconds)
+        super().__init__(store.shown, store.beat_seconds, folder.describe)
         self._store = store
         self._folder = folder
         self._tag: Tag | None = None

@@ -26,7 +26,6 @@ from ttrl.text import gib
 
 ADAPTER_NAME = "policy-adapter"
 """Served name of an adapter next to its base."""
-_MOST_BYTES = 2**28  # of an answer; none of those requested here has a hundredth of that
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -46,6 +45,8 @@ class ServerConnection:
 
     worker_extension = True
     """Whether its workers have the methods of `ttrl.vllm_worker.WeightSync`."""
+    most_bytes = 2**28
+    """Of an answer; none of those requested here has a hundredth of that."""
     serves_adapters = False
     """Whether it keeps a base and receives adapters instead of merged weights."""
 
@@ -217,8 +218,8 @@ class ServerConnection:
                 found = bytearray()
                 while part := answer.read1(2**20):  # the socket's timeout applies to each part
                     found += part
-                    if len(found) > _MOST_BYTES:
-                        raise ConnectionError(f"it sent more than {gib(_MOST_BYTES)}")
+                    if len(found) > self.most_bytes:
+                        raise ConnectionError(f"it sent more than {gib(self.most_bytes)}")
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"its answer was not complete after {timeout:g} s")
                 if answer.length:  # a truncated answer ends like a whole one

@@ -159,13 +159,17 @@ def check_store(address: str) -> None:
 class FetchAdapters:
     """Fetch adapters for such a server: ASGI middleware inside `RequireKey` and its key check."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Any]) -> None:
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Any],
+        store_class: type[MirrorStore] = MirrorStore,
+    ) -> None:
         address, folder, model = json.loads(os.environ[ADAPTERS_VARIABLE])
         self._app, self._folder, self._model, self._store = (
             app,
             Path(folder),
             Path(model),
-            MirrorStore(address),
+            store_class(address),
         )
         self._fetching = threading.Lock()
 

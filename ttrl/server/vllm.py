@@ -163,6 +163,7 @@ class VLLMServer(ServerConnection):
         (`ttrl.weights.sync`).
     adapters_from: the address of a store to fetch adapters from (`ttrl.server.sites`); None: it is
         given their folders.
+    cpu: whether vLLM is built for CPUs; None: as the installed one.
     """
 
     _held: socket.socket | None = None
@@ -186,6 +187,7 @@ class VLLMServer(ServerConnection):
         api_key: str | None = None,
         serves_adapters: bool = False,
         adapters_from: str | None = None,
+        cpu: bool | None = None,
     ) -> None:
         dtype = _DTYPES.get(dtype, dtype)
         super().__init__(
@@ -200,6 +202,7 @@ class VLLMServer(ServerConnection):
         self.host = host
         self.serves_adapters = serves_adapters or adapters_from is not None
         self.adapters_from = adapters_from
+        self._cpu = is_cpu_build() if cpu is None else cpu
         self.max_model_len = max_model_len
         self.extra_args = {
             name.replace("_", "-"): value for name, value in (extra_args or {}).items()
@@ -393,7 +396,7 @@ class VLLMServer(ServerConnection):
         }
         if self.max_model_len is not None:
             arguments["max-model-len"] = self.max_model_len
-        if is_cpu_build():
+        if self._cpu:
             arguments["enforce-eager"] = True
             arguments.update(cpu_arguments(self.model_folder, self.extra_args))
         if self.serves_adapters:
@@ -418,7 +421,7 @@ class VLLMServer(ServerConnection):
     def _environment(self) -> dict[str, str]:
         defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         given = {**os.environ, **self.env}
-        if is_cpu_build():
+        if self._cpu:
             defaults |= HEAP_VARIABLES
             # The variable would override it.
             if self.extra_args.get("kv-cache-memory-bytes") is None:

@@ -32,7 +32,6 @@ from ttrl.weights.verify import LOAD_SECONDS, Proof, prove, verify_weights
 logger = logging.getLogger(__name__)
 
 # How long the prefix cache may refuse to be emptied because requests still run.
-_DRAIN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -234,18 +233,18 @@ def load_weights(server: ServerConnection, source: Source) -> None:
     server.request("POST", "/collective_rpc", body, timeout=LOAD_SECONDS)
 
 
-def reset_prefix_cache(server: ServerConnection) -> None:
+def reset_prefix_cache(server: ServerConnection, drain_seconds: float = 30.0) -> None:
     """Empty the prefix cache. vLLM refuses while requests run; raises ServerError if it still does
-    after 30 s.
+    after `drain_seconds`.
     """
-    deadline = time.monotonic() + _DRAIN_SECONDS
+    deadline = time.monotonic() + drain_seconds
     while True:
         answer = server.request("POST", "/reset_prefix_cache")
         if isinstance(answer, dict) and answer.get("success") is True:
             return
         if time.monotonic() > deadline:
             raise ServerError(
-                f"POST /reset_prefix_cache: still {answer} after {_DRAIN_SECONDS:g} s; check for "
+                f"POST /reset_prefix_cache: still {answer} after {drain_seconds:g} s; check for "
                 "running requests"
             )
         time.sleep(0.1)

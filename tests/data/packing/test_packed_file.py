@@ -178,7 +178,7 @@ def set_at(name: str, column: int, value: float):
 
 def set_tensor(name: str, value):
     def change(packed: PackedTensors) -> None:
-        setattr(packed, name, value(getattr(packed, name)))
+        vars(packed)[name] = value(getattr(packed, name))
 
     return change
 

@@ -16,7 +16,6 @@ from ttrl.rollouts.client.chat_completions import ChatRequest, checked_parameter
 from ttrl.rollouts.client.transport import transport_for
 from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.sampling import Sampling
-from ttrl.rollouts.scheduling import servers
 from ttrl.rollouts.single import get_chat_completion
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.tasks import Task
@@ -416,8 +415,7 @@ def test_wrong_arguments_for_one_completion(changes):
             asyncio.run(get_chat_completion("http://127.0.0.1:9/v1", messages, "m"))
 
 
-def test_nobody_listens(monkeypatch):
-    monkeypatch.setattr(servers, "FIRST_PATIENCE", 0.2)
+def test_nobody_listens():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -427,7 +425,13 @@ def test_nobody_listens(monkeypatch):
                 base_url=f"http://127.0.0.1:{port}/v1", api_key="k"
             ) as client:
                 return await get_task_results(
-                    [task("a"), task("b")], client, "m", n=2, max_retries=1, pbar=False
+                    [task("a"), task("b")],
+                    client,
+                    "m",
+                    n=2,
+                    max_retries=1,
+                    max_downtime=0.2,
+                    pbar=False,
                 )
 
         results = asyncio.run(main())

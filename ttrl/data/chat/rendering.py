@@ -133,8 +133,8 @@ def _arguments(function: Mapping[str, Any]) -> JsonObject | None:
 
 class ChatTemplate:
     """`tokenizer`'s chat template for these tools, with its variables. `now` is the present time
-    for templates writing the date; by default the real one. Raises ModelFolderError without a
-    template.
+    for templates writing the date; by default the real one. `seconds`: the limit of one rendering;
+    RENDER_SECONDS by default. Raises ModelFolderError without a template.
     """
 
     def __init__(
@@ -143,7 +143,9 @@ class ChatTemplate:
         tools: list[Tool] | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
+        seconds: float | None = None,
     ) -> None:
+        self._seconds = seconds or RENDER_SECONDS
         self.tokenizer = tokenizer
         self.tools: list[Tool] | None = without_nulls(tools)
         variables = dict(variables or {})
@@ -230,11 +232,11 @@ class ChatTemplate:
     @contextlib.contextmanager
     def _limited(self, how: str) -> Iterator[None]:
         try:
-            with time_limit(RENDER_SECONDS):
+            with time_limit(self._seconds):
                 yield
         except TimeoutError as error:
             raise ModelFolderError(
-                f"{self.place} took more than {RENDER_SECONDS:g} s for one conversation and may be "
+                f"{self.place} took more than {self._seconds:g} s for one conversation and may be "
                 "in an endless loop: check it, or set another chat_template"
             ) from error
         except TemplateSizeError as error:

@@ -58,9 +58,10 @@ def packed_rows_html(
     rows: Sequence[int],
     token_text: TokenText | None = None,
     title: str = "Packed rows",
+    most_bytes: int = MAX_BYTES,
 ) -> str:
     """Return the page of these rows, in this order; ids are shown if `token_text` is None. Raises
-    PackError for missing rows, and for a page larger than MAX_BYTES.
+    PackError for missing rows, and for a page larger than `most_bytes`.
     """
     chosen = check_rows(packed, rows)
     tokens = int((packed.group_ids[chosen] >= 0).sum())
@@ -69,11 +70,11 @@ def packed_rows_html(
         for values in (packed.advantages, packed.weights)
     )
     size = tokens * _BYTES_PER_POSITION + changes * _BYTES_PER_CHANGE
-    if size > MAX_BYTES:
+    if size > most_bytes:
         raise PackError(
             f"{len(chosen)} rows with {tokens:,} tokens make a page of up to {size / 1e6:.0f} MB, "
-            f"and browsers get slow above {MAX_BYTES / 1e6:.0f} MB; choose about "
-            f"{max(1, len(chosen) * MAX_BYTES // size)} rows at a time"
+            f"and browsers get slow above {most_bytes / 1e6:.0f} MB; choose about "
+            f"{max(1, len(chosen) * most_bytes // size)} rows at a time"
         )
     segments = {row: segments_of(packed, row) for row in chosen}
     data = page_data(packed, segments, token_text)

@@ -32,7 +32,7 @@ from pathlib import Path
 from ttrl.errors import GraderError, TaskError
 from ttrl.system.memory_limit import memory_bytes
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
+CHILD = Path(__file__).with_name("sandbox_child.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _LONGEST_ANSWER = 64 * 2**10
 """Limit on the bytes read from inside. An answer has 2 kB; a program could find the pipe and write
@@ -85,9 +85,11 @@ class SandboxOutcome:
     reason: str = ""
 
 
-def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOutcome:
+def run_sandboxed(
+    source: str, limits: SandboxLimits | None = None, *, child: Path = CHILD
+) -> SandboxOutcome:
     """Run a Python program; return whether it ran to its end (`sys.exit(0)` does not count). Takes
-    0.1 s and the program's time.
+    0.1 s and the program's time. child: the script that shuts itself in and runs the program.
 
     Raises GraderError if this machine cannot enforce all the limits; nothing was run then.
     """
@@ -97,7 +99,7 @@ def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOu
             f"sandbox: {sys.platform} has no namespaces; run models' programs on Linux"
         )
     with _share_of_memory(limits.memory):
-        return _run(source, limits)
+        return _run(source, limits, child)
 
 
 @contextlib.contextmanager
@@ -117,7 +119,7 @@ def _share_of_memory(size: int) -> Iterator[None]:
             _memory.notify_all()
 
 
-def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
+def _run(source: str, limits: SandboxLimits, child: Path) -> SandboxOutcome:
     passed = secrets.token_hex(16)
     order = {
         "source": source,
@@ -126,7 +128,7 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
         **dataclasses.asdict(limits),
     }
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", str(_CHILD)],
+        [sys.executable, "-I", "-S", "-B", str(child)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -176,10 +178,12 @@ def _exchange(process: "subprocess.Popen[bytes]", order: bytes) -> bytes:
     return answer
 
 
-def why_not() -> str | None:
-    """Try to run a program; return the reason if it is not possible here, or None."""
+def why_not(child: Path = CHILD) -> str | None:
+    """Try to run a program; return the reason if it is not possible here, or None. child: see
+    `run_sandboxed`.
+    """
     try:
-        outcome = run_sandboxed("pass")
+        outcome = run_sandboxed("pass", child=child)
     except GraderError as error:
         return str(error)
     if outcome.passed:
