@@ -7,7 +7,7 @@ with the sampling parameters of the run's training. Nothing is graded.
 import dataclasses
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class DrawnAnswers:
             request = SamplingRequest(
                 client=served.endpoint,
                 model=served.model,
-                params=self._params() | {"temperature": temperature},
+                params={**self._params(), "temperature": temperature},
                 token_ids=served.is_ours,
                 pbar_desc="entropy batch",
             )
@@ -83,7 +83,7 @@ class DrawnAnswers:
             }
         )
 
-    def _params(self) -> dict[str, Any]:
+    def _params(self) -> Mapping[str, Any]:
         # A seed would give all draws of a prompt the same answer.
         kept = {name: one for name, one in self.config.sampling.items() if name != "seed"}
         return kept | {"max_tokens": self.config.max_tokens}

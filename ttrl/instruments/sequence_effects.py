@@ -315,7 +315,7 @@ def kernel_facts(kernels: Kernels, effects: Effects, changes: Tensor, eta: float
     count = len(predicted)
     same = torch.tensor([[one == other for other in effects.tasks] for one in effects.tasks])
     others = ~torch.eye(len(same), dtype=torch.bool)
-    kinds: dict[str, Any] = {}
+    kinds: dict[str, Mapping[str, object]] = {}
     matrices: dict[str, Tensor] = {"predicted": predicted, "measured": measured}
     for name, kernel in kernels.kinds.items():
         update = kernel.cosines[count:, count:]

@@ -59,8 +59,8 @@ def study_config(
         if place is not None and not Path(place).exists():
             raise RunFolderError(
                 f"{name} of {path} is gone: {place}; a run keeps the states of its last two "
-                "iterations, and the checkpoints that keep_checkpoints says: study one of those, "
-                "from the folder that the run was started in, or a copy of the run's whole folder"
+                "iterations and keep_checkpoints checkpoints. Study one of those, in the run's "
+                "working directory, or in a copy of the whole run folder"
             )
     where = _device(config, device, path)
     own: dict[str, Any] = {"output_dir": scratch, "device": where, **places, **_OUTSIDE}

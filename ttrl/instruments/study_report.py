@@ -109,7 +109,7 @@ def batch_text(batch: Mapping[str, Any]) -> str:
     return text
 
 
-def split_row(found: Mapping[str, Any]) -> dict[str, Any]:
+def split_row(found: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the sources of δH₁ at the run's own learning rate, in nats, with the measurement (None
     if the sweep has none there).
     """

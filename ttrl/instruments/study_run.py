@@ -43,7 +43,7 @@ def study_run(
     kernel: int = 0,
     held_out: HeldOut | None = None,
     output: Path | None = None,
-    seen: Callable[[dict[str, Any]], None] = lambda row: None,
+    seen: Callable[[Mapping[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Study the steps of a run, oldest first; arguments as for `study`. seen: gets each new row.
     output: a folder; study.json there holds the steps so far, also if the study is stopped.
@@ -91,7 +91,7 @@ def study_run(
                 "is_linear": abs(here["second"]) <= LINEAR * abs(here["first"]),
             }
             row |= {name: here[name] for name in ("measured", "error", "first", "second")}
-            row |= {"entropy_batch": found["entropy_batch"]} | split_row(found)
+            row |= {"entropy_batch": found["entropy_batch"], **split_row(found)}
             if kernel:
                 row["predicted"] = found["kernel"]["predicted"]
                 row["changed"] = found["kernel"]["measured"]
