@@ -101,7 +101,7 @@ def test_other_tasks_are_named_as_for_an_evaluation(tmp_path):
     )
     with pytest.raises(ConfigError, match="have several answers"):
         tasks_of(tmp_path, str(tmp_path / "chat.py"), own)
-    with pytest.raises(UserError, match="no tasks named"):
+    with pytest.raises(UserError, match="no tasks are called"):
         tasks_of(tmp_path, "no_such_family", own)
     tasks = tasks_of(tmp_path, "letter_counting", own)
     assert len(tasks) == 200 and all(one.rollout is None for one in tasks)
