@@ -218,6 +218,35 @@ class GradientNoise(Facts):
     gain: Number = None
 
 
+class StepEntropy(Facts):
+    """A step's predicted effect on the entropy: see `ttrl.instruments.online_entropy`."""
+
+    first: Number = None
+    """δH₁, in nats per answer, of the update by the other tasks."""
+    naive: Number = None
+    """The same of the whole update, measured on its own answers."""
+    entropy: Number = None
+    """H before the step."""
+    error: Number = None
+    """Standard error of H, over tasks."""
+    tasks: Count = None
+    answers: Count = None
+    seconds: Number = None
+
+
+class EntropyResponse(Facts):
+    """The means over an iteration's measured steps, and their cost."""
+
+    steps: Count = None
+    """Measured ones."""
+    first: Number = None
+    naive: Number = None
+    entropy: Number = None
+    seconds: Number = None
+    share: Number = None
+    """The measurements' share of the time of all steps."""
+
+
 class StepMeans(Facts):
     """Figures of a step; an iteration has their means over its steps."""
 
@@ -289,6 +318,7 @@ class Step(StepFigures):
     flops_by_part: dict[str, float] | None = None
     sampler_trainer: SamplerTrainer | None = None
     gradient_noise: StepNoise | None = None
+    entropy_response: StepEntropy | None = None
     held_out_loss: Number = None
     """Of supervised training, in its last line: over the conversations in `held_out`."""
     held_out_flops: Number = None
@@ -795,6 +825,7 @@ class MetricsRow(Facts):
     train: TrainFigures = TrainFigures()
     sampler_trainer: SamplerTrainer | UnsetType | None = UNSET
     gradient_noise: GradientNoise = GradientNoise()
+    entropy_response: EntropyResponse = EntropyResponse()
     validation_reward: Figure = UNSET
     validation: dict[str, float] | None = None
     validation_samples: Count = None

@@ -30,6 +30,7 @@ from torchtune.config import parse
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.instruments.gradient_noise import step_noise
+from ttrl.instruments.online_entropy import OnlineEntropy
 from ttrl.records import Canary
 from ttrl.training.batches import check_pack, replayed, updates
 from ttrl.training.checkpoints import canary_of, save_checkpoint
@@ -125,7 +126,11 @@ def take_steps(
     gradient = GradientStep(
         policy, config, here, watch, progress, value_head, prepass.reference_head, pieces
     )
+    online = None
+    if config.entropy_every is not None:
+        online = OnlineEntropy(config, trained, prepass, here)
     for number, step in enumerate(steps):
+        response = None
         with profiler.step(f"optimizer step {stepper.global_step + 1}"):
             with watch.part("prepass"):
                 prepass.choose(number)
@@ -143,6 +148,9 @@ def take_steps(
                 drift = compare_tokens(
                     [step], *result.compared, (packed.num_rows, packed.seq_len), config, here
                 )
+            if online is not None and online.is_due(stepper.global_step):
+                with watch.part("entropy"):
+                    response = online.measure(step, now, scale)
             with watch.part("optimizer"):
                 taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
         row = step_metrics(result, step, taken).replace(
@@ -157,6 +165,8 @@ def take_steps(
             )
         if result.pieces is not None:
             row = row.replace(gradient_noise=step_noise(result.pieces))
+        if response is not None:
+            row = row.replace(entropy_response=response)
         if config.kl_coefficient or config.watch_kl:
             row = row.replace(kl_coefficient=now.kl_coefficient)
         if number == 0:

@@ -6,8 +6,9 @@
               whole, for models with a state too large for one rank; no pickle, unlike
               torch.distributed.checkpoint: pickles can run code
 
-Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step", and on request "NAME.value", the
-parameter itself, next to state.json: in fp32, or moments
+Both hold the optimizer's tensors, next to state.json: of AdamW "NAME.exp_avg", "NAME.exp_avg_sq"
+and "NAME.step"; of RMSprop "NAME.square_avg" and "NAME.step"; with momentum, RMSprop and SGD also
+"NAME.momentum_buffer"; on request "NAME.value", the parameter itself. They are in fp32, or moments
 of 8 bits as they are, with "NAME.exp_avg_scale", a number for each block of 256. If parts of
 several processes end inside of blocks, moments of 8 bits are written in fp32, and rounded once more
 when loaded: the largest of a block can come back smaller by 0.7%.
@@ -41,7 +42,9 @@ from ttrl.training.parallel.sharding import (
 )
 from ttrl.training.policy.policy import Policy
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_ADAM = ("exp_avg", "exp_avg_sq")
+_MOMENTUM = "momentum_buffer"
+_STEP = "step"
 _VALUE = "value"
 _SCALE = "_scale"  # behind a moment's name
 # torchao's block: numbers with one scale, in a part held in 8 bits.
@@ -66,14 +69,25 @@ def _optimizer_of(
     return optimizer, parameter
 
 
-def _moments(optimizer: Optimizer) -> tuple[str, ...]:
+def _one_of(optimizer: Optimizer) -> torch.optim.Optimizer:
     if isinstance(optimizer, OptimizerInBackward):
-        one = next(iter(optimizer.by_parameter.values()))
-    else:
-        one = optimizer
-    if isinstance(one, torch.optim.SGD):
-        return ()
-    return _MOMENTS
+        return next(iter(optimizer.by_parameter.values()))
+    return optimizer
+
+
+def _moments(optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the names of the tensors of a parameter's shape in the optimizer's state."""
+    one = _one_of(optimizer)
+    if not isinstance(one, torch.optim.SGD | torch.optim.RMSprop):
+        return _ADAM
+    found = ("square_avg",) if isinstance(one, torch.optim.RMSprop) else ()
+    if one.defaults["momentum"]:
+        return (*found, _MOMENTUM)
+    return found
+
+
+def _counts_steps(optimizer: Optimizer) -> bool:
+    return not isinstance(_one_of(optimizer), torch.optim.SGD)
 
 
 def _plain(moment: Tensor) -> Tensor:
@@ -82,6 +96,16 @@ def _plain(moment: Tensor) -> Tensor:
     if isinstance(local, OptimState8bit):
         return _sharded_as(moment, local.dequantize())
     return moment
+
+
+def rounded_to_8_bits(moment: Tensor, signed: bool) -> Tensor:
+    """Return a moment as `adamw_8bit` would hold it: small tensors stay in fp32."""
+    if moment.numel() < _SMALLEST or moment.numel() % _BLOCK:
+        return moment.float()
+    codes = OptimState8bit.zeros(moment.shape, signed, _BLOCK, moment.device)
+    codes.copy_(moment.float())
+    rounded: Tensor = codes.dequantize()
+    return rounded
 
 
 def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
@@ -157,11 +181,13 @@ def state_tensors(
                 if as_stored
                 else [(f"{name}.{moment}", _plain(value))]
             )
-        if "step" in state:
-            step = full_tensor(state["step"])
+        if not _counts_steps(optimizer):
+            continue
+        if _STEP in state:
+            step = full_tensor(state[_STEP])
         else:
             step = torch.zeros(())
-        yield f"{name}.step", step.cpu().reshape(1).clone()
+        yield f"{name}.{_STEP}", step.cpu().reshape(1).clone()
 
 
 def save_state(
@@ -179,11 +205,8 @@ def save_state(
     TrainingConfig. beside: writes the folder's other files; called on the first rank. weights: with
     the trained parameters. Raises StorageError.
     """
-    if isinstance(optimizer, OptimizerInBackward):
-        one = next(iter(optimizer.by_parameter.values()))
-    else:
-        one = optimizer
-    each = 2 * (1 if isinstance(one, AdamW8bit) else 4) + 4 * weights
+    bytes_of_moment = 1 if isinstance(_one_of(optimizer), AdamW8bit) else 4
+    each = len(_moments(optimizer)) * bytes_of_moment + 4 * weights
     size = sum(
         each * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad
     )
@@ -408,7 +431,7 @@ def _room_for(
         raise ValueError(
             f"{name} has {entry.shape.numel()} numbers, but its parameter {parameter.numel()}"
         )
-    if part == "step" or not isinstance(parameter, DTensor) or not parts_fit:
+    if part == _STEP or not isinstance(parameter, DTensor) or not parts_fit:
         return torch.zeros(entry.shape, dtype=entry.dtype)
     if entry.shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
@@ -434,9 +457,8 @@ def _check(
         if parameter.requires_grad and weights:
             wanted[f"{name}.{_VALUE}"] = tuple(parameter.shape)
         if parameter.requires_grad and _moments(optimizer):
-            wanted |= {
-                f"{name}.{moment}": tuple(parameter.shape) for moment in _moments(optimizer)
-            } | {f"{name}.step": (1,)}
+            wanted |= {f"{name}.{moment}": tuple(parameter.shape) for moment in _moments(optimizer)}
+            wanted |= {f"{name}.{_STEP}": (1,)} if _counts_steps(optimizer) else {}
     if wanted.keys() != shapes.keys():
         odd = sorted(wanted.keys() ^ shapes.keys())
         raise RunFolderError(
@@ -472,9 +494,10 @@ def _restore(
         return
     owner, key = _optimizer_of(optimizer, parameter)
     state = owner.state[key]
-    if part == "step":
-        eight_bit = isinstance(owner, AdamW8bit)
-        state["step"] = value.reshape(()).to("cpu" if eight_bit else key.device, copy=True)
+    if part == _STEP:
+        # Only fused optimizers count on the device.
+        place = key.device if owner.defaults.get("fused") else "cpu"
+        state[_STEP] = value.reshape(()).to(place, copy=True)
         return
     signed = part == "exp_avg"
     state[part] = (
