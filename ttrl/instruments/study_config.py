@@ -9,6 +9,7 @@ may be copied to another place: files inside of it are found there.
 
 import dataclasses
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,11 +64,11 @@ def study_config(
                 "from the folder that the run was started in, or a copy of the run's whole folder"
             )
     where = _device(config, device, path)
-    own: dict[str, Any] = {"output_dir": scratch, "device": where, **places, **_OUTSIDE}
+    own: Mapping[str, Any] = {"output_dir": scratch, "device": where, **places, **_OUTSIDE}
     if where != config.device:
-        own["num_threads"] = None
+        own = {**own, "num_threads": None}
     if where == "cpu":
-        own["activation_offloading"] = False
+        own = {**own, "activation_offloading": False}
     if number and config.optimizer == "adamw_8bit" and where == "cpu" and not _has_compiler():
         raise ConfigError(
             str(path),
