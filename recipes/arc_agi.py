@@ -3,8 +3,8 @@
     python recipes/arc_agi.py [--model Qwen/Qwen2.5-7B-Instruct] --data PATH [--run runs/arc_agi]
     python recipes/arc_agi.py --tiny --data PATH  # tries everything out, on a laptop
 
-The data is a folder with `training` and `evaluation`, as published. Every training puzzle is shown
-turned, mirrored and in other colours; puzzles whose grids have more than 1200 cells are left out. A
+The data is a folder with `training` and `evaluation`, as published. Every training puzzle appears
+turned, mirrored and in other colours. Puzzles with grids of more than 1200 cells are left out. A
 grid of the right shape earns up to 0.2. The settings are for one GPU with 80 GB; they have not been
 run.
 """

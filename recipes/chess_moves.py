@@ -9,19 +9,19 @@
     python recipes/chess_moves.py --tiny --data PATH  # tries everything out, on a laptop
 
 The data is lichess's puzzle table, a test suite in EPD, rows with fen and best moves, or
-RookWorld's text (docs/reference/families.md). A legal move that is not the best earns 0.05, or its
-points where they are known. The last line says how often a random legal move is the best, too. The
-settings are for one GPU with 80 GB; they have not been run.
+RookWorld's text (docs/reference/families.md). Any other legal move earns 0.05, or its points if
+known. The last line also gives the share of random legal moves that are best. The settings are for
+one GPU with 80 GB; they have not been run.
 
---preset rookworld: RookWorld-LM-124M, a GPT-2 trained on chess alone, with its text format and the
+--preset rookworld: RookWorld-LM-124M, a GPT-2 trained only on chess, with its text format and the
 settings of its GRPO log: 8 positions with 12 samples each at temperature 0.5; KL over the whole
-vocabulary, watched for 20 steps and then weighted with 0.005; an entropy bonus of 0.005 that falls
-from step 200 to 500; a legal move earns 0.1. The log's top-p of 0.9 is left out: the trainer could
-not tell how likely the sampled tokens were.
+vocabulary, watched for 20 steps and then weighted with 0.005; an entropy bonus of 0.005, falling
+from step 200 to 500; a legal move earns 0.1. The log's top-p of 0.9 is left out, because the
+trainer could not compute the probabilities of the sampled tokens.
 
 With --model "", a random model of a million parameters is warmed up first, on random legal moves of
-the training positions; with --overfit, of those N alone, as it is too small to find legal moves in
-positions that it has not seen.
+the training positions. With --overfit, it sees only those N: it is too small to find legal moves in
+new positions.
 """
 
 from statistics import fmean

@@ -4,8 +4,8 @@ solution.
     python recipes/countdown.py [--model Qwen/Qwen2.5-3B-Instruct] [--run runs/countdown]
     python recipes/countdown.py --tiny  # tries everything out, on a laptop
 
-An expression of the right numbers with another value earns a tenth of the reward: without that,
-small models see no reward for a long time. The settings are for one GPU with 80 GB; they have not
+An expression of the right numbers with another value earns a tenth of the reward. Without it,
+small models get no reward for a long time. The settings are for one GPU with 80 GB; they have not
 been run.
 """
 

@@ -1,13 +1,12 @@
-"""Other people's environments, by the names that `ttrl eval --tasks` takes: one, or several that
-are mixed.
+"""Other people's environments, by their names in `ttrl eval --tasks`: one, or a mix of several.
 
     python recipes/environments.py --tasks textarena:TowerOfHanoi-v0
     python recipes/environments.py --tasks openenv:http://127.0.0.1:8000,verifiers:my-taskset
     python recipes/environments.py --tiny  # tries everything out, on a laptop
 
-docs/how-to/environments.md says what each name needs. The default is sums of reasoning-gym.
-`ttrl eval MODEL --tasks NAME` says how hard an environment is for a model before it is trained. The
-settings are for one GPU with 80 GB; they have not been run.
+docs/how-to/environments.md lists the requirements of each name. The default is sums of
+reasoning-gym. `ttrl eval MODEL --tasks NAME` measures an environment's difficulty before training.
+The settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
@@ -18,7 +17,9 @@ TASKS = "reasoning_gym:chain_sum"
 
 def add_options(parser):
     parser.add_argument("--tasks", default=TASKS, help=f"names, separated by commas ({TASKS})")
-    parser.add_argument("--n", type=int, default=1024, help="tasks to train on (1024)")
+    parser.add_argument(
+        "--n", type=int, default=1024, help="number of training tasks (default: 1024)"
+    )
 
 
 if __name__ == "__main__":

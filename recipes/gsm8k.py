@@ -13,20 +13,19 @@ format. Part of the train file is held out; the test file is kept for the end: `
 --tasks gsm8k --option gsm8k.style=r1`. The settings are for one GPU with 80 GB; they have not been
 run.
 
---preset entropy-study: as that study did it, with LoRA, and eight samples of each held-out problem
-for pass@1 and pass@8 (52 to 65% pass@1 in its 64 steps). The rank is not known to us. Held-out
-problems are asked every eighth step: 1,600 samples, and a step trains on 256. It begins with
-supervised training on worked answers, until 95% of the held-out answers have the format; a model
-that follows it already is left as it is. What the study measured: gradient noise in train.jsonl and
-the report, all else by `ttrl study`, of one checkpoint or of the whole run. For that, the adapters
-and optimizer states of all steps are kept.
+--preset entropy-study: the study's own settings, with LoRA, and eight samples of each held-out
+problem for pass@1 and pass@8 (52 to 65% pass@1 in its 64 steps). We do not know the rank. Every
+eighth step is validated: 1,600 samples, while a step trains on 256. The run begins with supervised
+training on worked answers, until 95% of the held-out answers have the format; a model with the
+format skips it. The study's measurements: gradient noise is in train.jsonl and the report, all else
+comes from `ttrl study`, for one checkpoint or the whole run. For this, the run keeps the adapters
+and optimizer states of all steps.
 
---preset small: SmolLM2-135M never writes R1's tags, so nothing would reward it (0 of 200 greedy
-answers, 0 of 320 samples). Three solved problems before each question, as turns that all questions
-share, show it how an answer looks (`#### 18`): 0.61 of its samples have the form then, 0.016 are
-right. In half an hour on two cores (34 iterations, bf16) all samples came to have it; of 200
-held-out problems 0.030 were right before, 0.055 after 16 iterations, 0.035 after 32: no more than
-chance.
+--preset small: SmolLM2-135M never writes R1's tags (0 of 200 greedy replies, 0 of 320 samples), so
+it would never get a reward. Three solved problems before each question, as shared turns, show it
+the form of an answer (`#### 18`): 0.61 of its samples then have the form, and 0.016 are right. In
+half an hour on two cores (34 iterations, bf16), all samples got it. Of 200 held-out problems, 0.030
+were right before, 0.055 after 16 iterations, and 0.035 after 32: no more than chance.
 """
 
 from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments

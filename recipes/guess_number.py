@@ -2,18 +2,16 @@
 
     python recipes/guess_number.py [--run runs/guess_number] [--seed 0]
 
-The model names a number from 1 to 6 and is told "higher" or "lower"; a player who heeds that, and
-guesses in the middle, wins every game. A random model of a million parameters is warmed up by
-supervised training on games in which half of the players heed what they are told. It then wins
-about half of its games, as many as by guessing at random. From then on it learns only from whether
-it won: every guess is trained with the reward of its game, and what the other side says is not
-trained.
+The model names a number from 1 to 6 and hears "higher" or "lower". A player who listens and guesses
+in the middle wins every game. Supervised training on games first warms up a random model of a
+million parameters; half of the players in them listen. The model then wins about half of its games,
+as many as by random guessing. From then on, it learns only from wins: training gives every guess
+the reward of its game, and skips the other side's words.
 
-The example shows how to write such a task, not how well it can be learnt: the settings are not
-tuned. In four iterations the share of 128 held-out games that were won went from 0.54 to 0.63
-(either may be off by 0.09). With a learning rate of 1e-3 it reached 0.74 after five and fell to 0
-after seven, when the model no longer ended its answers. Interrupt it whenever you like: the same
-command continues where it was.
+The example shows how to write such a task, not the best result: the settings are not tuned. In four
+iterations, the share of wins in 128 held-out games went from 0.54 to 0.63 (each ± 0.09). With a
+learning rate of 1e-3, it reached 0.74 after five iterations and fell to 0 after seven: the model no
+longer ended its replies. Interrupt it at any time; the same command continues.
 """
 
 import functools

@@ -1,13 +1,12 @@
-"""An agent that knows nothing of ttrl, trained as it is: OpenAI's client in a loop that asks again
-until the answer is JSON.
+"""An agent without knowledge of ttrl, trained unchanged: OpenAI's client in a loop, until the reply
+is JSON.
 
     python recipes/json_agent.py [--model smollm2-135m] [--run runs/json_agent] [--seed 0]
 
-`extract` could be anybody's: all that it needs is the address, the key and the name of a model.
-ttrl gives each sample an endpoint of its own in front of the policy; what is asked there is
-trained, in as many turns as it took, with the reward of the last answer: 5 of 32 held-out sentences
-were written exactly before, and 30 after seven iterations. Interrupt it whenever you like: the same
-command continues where it left off.
+`extract` could be anybody's: it needs only the address, the key and the name of a model. ttrl gives
+each sample its own endpoint in front of the policy, and trains on the requests there, over all
+turns, with the reward of the last reply. Of 32 held-out sentences, 5 were written exactly before,
+and 30 after seven iterations. Interrupt it at any time; the same command continues.
 """
 
 from openai import AsyncOpenAI

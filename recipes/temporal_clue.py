@@ -1,11 +1,11 @@
-"""Temporal-clue: a murder in a house of many rooms, to be solved from clues about who was where,
-when and why.
+"""Temporal-clue: a murder in a house of many rooms, to be solved from clues about persons, places,
+times and motives.
 
     python recipes/temporal_clue.py [--model Qwen/Qwen2.5-14B-Instruct] --data PATH
         [--run runs/temporal_clue]
     python recipes/temporal_clue.py --tiny --data PATH  # tries everything out, on a laptop
 
-The data is a file or folder of puzzles: the published ones, or generated ones:
+The data is a file or folder of puzzles, either published or generated:
 
     ttrl tasks generate temporal-clue --n 3000 --out puzzles/train.jsonl --seed 1
 

@@ -1,5 +1,5 @@
-"""Zebra-grid: who lives in which house with what, from a minimal set of clues; the answer is a
-table.
+"""Zebra-grid: find each house's person, animal, drink and more from a minimal set of clues; the
+answer is a table.
 
     python recipes/zebra_grid.py [--model Qwen/Qwen2.5-7B-Instruct] [--run runs/zebra_grid]
     python recipes/zebra_grid.py --tiny  # tries everything out, on a laptop

@@ -1,10 +1,15 @@
 """The docs: links within them lead somewhere, and the page of settings is what the source says."""
 
 import argparse
+import ast
 import asyncio
 import dataclasses
+import doctest
+import inspect
 import json
+import math
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,9 +17,11 @@ from pathlib import Path
 import picture_report
 import pytest
 import yaml
+from support.chat_server import ChatHandler, choice, completion, threaded
 from support.facts import rows_of
 from support.readme import first_task
 
+import ttrl
 from ttrl import TrainConfig, plan
 from ttrl.cli.commands import SUBCOMMANDS, main
 from ttrl.configs import GRPOConfig
@@ -63,12 +70,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_lines_are_as_short_as_those_of_the_code(page: Path) -> None:
-    """Tables and examples may be wider; the history of changes keeps its 130 columns."""
-    columns = 130 if page.name == "CHANGELOG.md" else 100
+    """Tables and examples may be wider."""
     assert not [
         line
         for line in prose(page).split("\n")
-        if len(line) > columns and not line.startswith(("|", "    "))
+        if len(line) > 100 and not line.startswith(("|", "    "))
     ]
 
 
@@ -265,6 +271,72 @@ def test_the_logger_for_mlflow_is_one(tmp_path: Path, monkeypatch: pytest.Monkey
     loggers.log(rows_of([{"iteration": 3, "reward": 0.5, "train": {"loss": 0.25}}]))
     loggers.close()
     assert told == ["letters", "started", ({"reward": 0.5, "train/loss": 0.25}, 3), "ended"]
+
+
+NAMES = {name: getattr(ttrl, name) for name in ttrl.__all__ if name != "__version__"}
+SERVER = "http://127.0.0.1:8000/v1"
+NOT_RUN = {
+    "replay": "it needs the folder of a run: tests/replays/test_replay.py",
+    "train": "it takes minutes: tests/e2e/test_real_model.py trains the README's first task",
+    "tune": "it needs a model and a pack, and starts a trainer: tests/launch/test_tune.py",
+}
+SCRIPTS_IN_DOCSTRINGS = {"run_recipe": ["--check", "--model", "tiny"], "script_arguments": []}
+
+
+class Sums(ChatHandler):
+    """Answers each question with the sum of its numbers, with token ids as vLLM returns them."""
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        numbers = re.findall(r"\d+", body["messages"][-1]["content"])
+        text = str(sum(map(int, numbers)))
+        self.send(completion([choice(number, text) for number in range(body.get("n") or 1)]).body)
+
+
+def example_of(name: str) -> str:
+    """Return the example of a docstring: its last indented block."""
+    return re.findall(r"(?:^ {4}.*\n|^\n)+", f"{inspect.getdoc(NAMES[name])}\n", re.MULTILINE)[-1]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(NAMES.keys() - NOT_RUN.keys() - SCRIPTS_IN_DOCSTRINGS.keys())
+)
+def test_examples_of_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in at the examples' server address."""
+    monkeypatch.chdir(tmp_path)
+    known = NAMES | {"asyncio": asyncio, "math": math}
+    with threaded(Sums) as address:
+        text = (inspect.getdoc(NAMES[name]) or "").replace(SERVER, address)
+        example = doctest.DocTestParser().get_doctest(text, known, name, None, 0)
+        assert example.examples
+        said: list[str] = []
+        result = doctest.DocTestRunner(verbose=False).run(example, out=said.append)
+    assert not result.failed, "".join(said)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_RUN))
+def test_examples_that_are_not_run_call_their_function_rightly(name: str) -> None:
+    """Each with arguments of its signature."""
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse(inspect.cleandoc(example_of(name))))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == name
+    )
+    words = {word.arg: None for word in call.keywords}
+    inspect.signature(NAMES[name]).bind(*call.args, **words)
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS_IN_DOCSTRINGS))
+def test_scripts_in_docstrings(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    code = inspect.cleandoc(example_of(name))
+    used = sorted(one for one in NAMES if re.search(rf"\b{one}\(", code))
+    script.write_text(f"from ttrl import {', '.join(used)}\n\n{code}\n", encoding="utf-8")
+    command = [sys.executable, str(script), *SCRIPTS_IN_DOCSTRINGS[name]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = {"run_recipe": "84 tasks", "script_arguments": "runs/sums smollm2-135m 20"}
+    assert expected[name] in done.stdout
 
 
 @pytest.mark.long(but=["block0"])

@@ -30,7 +30,7 @@ def test_a_config_that_is_not_there_is_a_line_and_an_absent_model_stands_with_th
     monkeypatch.setattr("sys.argv", ["grpo_recipe", "--config", str(tmp_path / "none.yaml")])
     assert grpo_recipe.main() == 2
     assert capsys.readouterr().err.startswith(
-        f"error: --config is '{tmp_path}/none.yaml', a file that cannot be read: No such"
+        f"error: --config is '{tmp_path}/none.yaml', an unreadable file: No such"
     )
     with pytest.raises(ConfigError) as caught:
         GRPOConfig.parse({"model": "/not/there", "lr": -1}, "recipe config")
@@ -237,7 +237,7 @@ def test_a_reference_of_another_architecture_is_refused(change, inputs):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(
         ModelFolderError,
-        match=f"not the architecture of the policy: {next(iter(change)).removeprefix('rms_')}",
+        match=f"has another architecture than the policy: {next(iter(change)).removeprefix('rms_')}",
     ):
         train(inputs, kl_coefficient=0.1, reference_model=str(inputs["reference"]))
 
@@ -263,5 +263,5 @@ def test_the_last_iterations_state_must_fit(inputs, model_folder):
         ),
         path,
     )
-    with pytest.raises(RunFolderError, match="of another model"):
+    with pytest.raises(RunFolderError, match="belongs to another model"):
         train(inputs, "third", state=str(folder / "state"))

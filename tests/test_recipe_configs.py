@@ -96,8 +96,8 @@ def test_it_enters_a_run(file):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "a file that cannot be read: No such file"),
-        ("lr: [", "which is not YAML"),
+        (None, "an unreadable file: No such file"),
+        ("lr: [", "not YAML"),
         ("just words", "a file without settings"),
     ],
 )

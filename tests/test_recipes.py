@@ -247,7 +247,7 @@ def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.M
         run("spelling", monkeypatch, "--check", "--run", str(tmp_path), *wrong)
     for text in (
         "nproc_per_node is 0",
-        "lr is given no value",
+        "lr has no value",
         "--overfit is 0",
         "mean 'iterations'?",
         "{'max_num_seqs': …}",
@@ -282,7 +282,7 @@ def test_absent_data_are_named_with_the_other_mistakes(
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("gsm8k", ["--data", "/not/there"], ["/not/there: no such file or folder"]),
+        ("gsm8k", ["--data", "/not/there"], ["/not/there is neither a file"]),
         (
             "spelling",
             ["--model", "/not/there", "--set", "max_token=9", "tasks_per_iteration=10000"],
@@ -387,11 +387,8 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
     assert {one["messages"][0]["content"] for one in examples} == {
         task.messages[0]["content"] for task in tasks
     }
-    assert (
-        "held-out" not in (out := capsys.readouterr().out)
-        and "of the 5 tasks that it was trained on" in out
-    )
-    with pytest.raises(UserError, match="--overfit is 0, and there are 4096 tasks"):
+    assert "held-out" not in (out := capsys.readouterr().out) and "on the 5 training tasks" in out
+    with pytest.raises(UserError, match="--overfit is 0, but there are 4096 tasks"):
         run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "0")
 
 
@@ -419,13 +416,13 @@ def test_overfitting_refuses_what_it_would_have_to_override(
             *wrong,
         )
     assert caught.value.problems == [
-        "--overfit 5 means curriculum=false, and --set says curriculum=true; leave one out",
-        "--overfit 5 means stop_at=null, and --set says stop_at=0.9; leave one out",
-        "--overfit 5 means tasks_per_iteration=5, and --set says tasks_per_iteration=32; leave "
+        "--overfit 5 means curriculum=false, but --set sets curriculum=true; leave one out",
+        "--overfit 5 means stop_at=null, but --set sets stop_at=0.9; leave one out",
+        "--overfit 5 means tasks_per_iteration=5, but --set sets tasks_per_iteration=32; leave "
         "one out",
-        "--overfit 5 means validation_samples=1, and --set says validation_samples=8; leave one "
+        "--overfit 5 means validation_samples=1, but --set sets validation_samples=8; leave one "
         "out",
-        "'lrr' is a setting neither of a run nor of the recipe; did you mean 'lr'?",
+        "neither a run nor a recipe has a setting 'lrr'; did you mean 'lr'?",
     ]
     assert not (tmp_path / "run").exists()
 
@@ -436,17 +433,17 @@ def test_overfitting_refuses_what_it_would_have_to_override(
         (
             ["--iterations", "9"],
             "iterations=8",
-            "--iterations is 9, and --set says iterations=8; leave one out",
+            "--iterations is 9, but --set sets iterations=8; leave one out",
         ),
         (
             ["--cluster", "auto"],
             "cluster=h:1",
-            "--cluster is auto, and --set says cluster=h:1; leave one out",
+            "--cluster is auto, but --set sets cluster=h:1; leave one out",
         ),
-        ([], "seed=3", "--set seed=3: write --seed instead, as the recipe itself uses it, too"),
-        (["--model", "tiny"], "model=m", "--model is tiny, and --set says model=m; leave one out"),
+        ([], "seed=3", "--set seed=3: write --seed instead, because the recipe uses it, too"),
+        (["--model", "tiny"], "model=m", "--model is tiny, but --set sets model=m; leave one out"),
         ([], "model=tiny", None),
-        ([], "run=r", "--set run=r: write --run instead, as the recipe itself uses it, too"),
+        ([], "run=r", "--set run=r: write --run instead, because the recipe uses it, too"),
         (["--seed", "3"], "seed=3", None),
         ([], "iterations=8", None),
     ],

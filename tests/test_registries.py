@@ -61,9 +61,11 @@ def test_a_registered_objective(vowels: None) -> None:
     assert objective_from(config).per_token
     own = ObjectiveConfig(objective="one_sided", clip_high=0.5)
     assert objective_from(own).policy_loss.function.keywords == {"clip_high": 0.5}
-    with pytest.raises(ConfigError, match=r"clip_low is 0.1, which does nothing with objective"):
+    with pytest.raises(ConfigError, match=r"clip_low is 0.1, but has no effect with objective"):
         ObjectiveConfig.parse({"objective": "one_sided", "clip_low": 0.1}, "here")
-    with pytest.raises(ConfigError, match=r"no 'two_sided'; it has ppo, .*kl_cov, one_sided"):
+    with pytest.raises(
+        ConfigError, match=r"no 'two_sided'; choose one of ppo, .*kl_cov, one_sided"
+    ):
         ObjectiveConfig.parse({"objective": "two_sided"}, "here")
 
 
@@ -118,7 +120,7 @@ def test_an_entry_that_cannot_be_loaded_harms_only_its_users(site: Path) -> None
     install(site, "broken", broken, broken="import no_such_module\n")
     said = (
         "objective is 'mine'; ttrl.objectives: 'mine' of broken 1.0 cannot be loaded from broken:LOSS: "
-        "ModuleNotFoundError: No module named 'no_such_module'; mend that package"
+        "ModuleNotFoundError: No module named 'no_such_module'; fix that package"
     )
     with pytest.raises(ConfigError) as caught:
         ObjectiveConfig.parse({"objective": "mine"}, "here")
@@ -163,11 +165,11 @@ def test_an_entry_with_a_setting_that_is_none(site: Path) -> None:
 
 
 WRONG_LOSSES = {
-    "def loss(logprobs_N, clip_low, temperature): pass": "takes temperature; it may take "
-    "logprobs_N, old_logprobs_N, advantages_N, samples_N, and the settings that its entry names: "
+    "def loss(logprobs_N, clip_low, temperature): pass": "takes temperature; it may take only "
+    "logprobs_N, old_logprobs_N, advantages_N, samples_N, and the settings of its entry: "
     "clip_low",
-    "def loss(logprobs_N, chosen_N, clip_low): pass": "takes chosen_N; it may take",
-    "def loss(logprobs_N): pass": "does not take clip_low, which its entry names",
+    "def loss(logprobs_N, chosen_N, clip_low): pass": "takes chosen_N; it may take only",
+    "def loss(logprobs_N): pass": "does not take clip_low; remove",
     "def loss(logprobs_N, clip_low): return -logprobs_N.sum(), {}": r"returns \(tensor\(3",
     "def loss(logprobs_N, clip_low): return -logprobs_N": r"returns tensor\(\[1., 2.\]",
     "def loss(logprobs_N, clip_low): return logprobs_N.detach(), {}": r"returns \(tensor\(\[",

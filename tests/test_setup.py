@@ -375,7 +375,7 @@ def test_a_driver_that_is_too_old_is_named_before_anything_is_installed(
     code, did, said = install_beside(tmp_path, monkeypatch, driver, *options)
     assert (code, did) == (1, "")
     assert f"install: the NVIDIA driver {driver} supports CUDA up to 12." in said
-    assert "built with CUDA 13.0, which needs driver 580 or newer" in said
+    assert "use CUDA 13.0, and that needs driver 580 or newer" in said
     # the way out that it names leads out
     without = said.split("To leave the GPU unused: ")[1].split()
     assert without[1:3] == ["tools/install.py", str(tmp_path / "venv")]

@@ -15,7 +15,7 @@ import random
 import time
 
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.scheduling import server_state
+from ttrl.rollouts.scheduling.server_state import Pauses
 from ttrl.rollouts.scheduling.servers import Servers, Size
 
 _SIZE = Size(prompt=1200, n=1, max_tokens=512)
@@ -42,7 +42,6 @@ async def microseconds(
 ) -> tuple[float, float]:
     """Return the CPU time per request of `count` servers with 8 requests in flight to each at the
     most, and that of a look at /metrics."""
-    server_state.POLL_PAUSE = 1e9
     generator = random.Random(seed)
     transports = [
         StandIn(number, 8 * (300 + _TOKENS) if full else 10**6) for number in range(count)
@@ -57,7 +56,8 @@ async def microseconds(
         transport.running -= 1
         return [Answer(b"{}", prompt_tokens=300, completion_tokens=_TOKENS)]
 
-    async with Servers(transports, concurrency=None) as servers:  # type: ignore[arg-type]
+    pauses = Pauses(poll=1e9)
+    async with Servers(transports, concurrency=None, pauses=pauses) as servers:  # type: ignore[arg-type]
         waiting = set()
 
         def send() -> None:

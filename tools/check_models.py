@@ -655,8 +655,8 @@ def _cell(one: Callable[[], str]) -> str:
 
 def _reason(error: Exception) -> str:
     words = str(error).replace("\n", " ").replace("|", "/")
-    if "does not compute: " in words:
-        words = words.partition("does not compute: ")[2]
+    if "does not support this model: " in words:
+        words = words.partition("does not support this model: ")[2]
     if logged := re.search(r"ERROR [^\]]*\] (.*)", words):
         words = f"vLLM: {logged[1]}"
     kind = "" if isinstance(error, UserError | AssertionError) else f"{type(error).__name__}: "

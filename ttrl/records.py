@@ -115,6 +115,11 @@ class Sample:
 
     With `turns`, they cover all of them, one after another; text and finish reason are the last
     turn's, and `prompt_token_ids` the first one's.
+
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> sample = Sample(task_id="sums/1", sample=0, messages=[question], text="4", reward=1.0)
+    >>> sample.where
+    "task 'sums/1', sample 0"
     """
 
     task_id: str
@@ -246,7 +251,16 @@ class Sample:
 
 @dataclass(kw_only=True)
 class TaskResult:
-    """The samples of one task, in order of their numbers, failed ones included."""
+    """The samples of one task, in order of their numbers, failed ones included.
+
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> samples = [
+    ...     Sample(task_id="sums/1", sample=number, messages=[question], text=text, reward=reward)
+    ...     for number, (text, reward) in enumerate([("4", 1.0), ("5", 0.0)])
+    ... ]
+    >>> TaskResult(task_id="sums/1", messages=[question], samples=samples).rewards
+    [1.0, 0.0]
+    """
 
     task_id: str
     messages: list[Message]
@@ -278,6 +292,14 @@ class TokenizedResult:
 
     (Packing moves labels, logprobs, advantages and masks to the predicting position; nothing here
     is shifted.)
+
+    >>> sample = TokenizedResult(
+    ...     task_id="sums/1", sample=0, token_ids=[5, 6, 7], assistant_mask=[False, False, True],
+    ...     input_pos=[0, 1, 2], logprobs=[math.nan, math.nan, -0.5], prompt_length=2,
+    ...     reward=1.0, advantage=0.5,
+    ... )
+    >>> sample.where
+    "task 'sums/1', sample 0"
     """
 
     task_id: str
@@ -399,14 +421,14 @@ class Canary:
         except ValueError as error:
             problem = f"is damaged ({error})"
         raise ModelFolderError(
-            f"{path} {problem}; without it nobody can tell whether a server computes with these "
-            "weights; train the checkpoint again"
+            f"{path} {problem}; without it, ttrl cannot check a server's weights; train the "
+            "checkpoint again"
         )
 
     def __post_init__(self) -> None:
         """Raise ValueError for mismatched lists and invalid numbers."""
         if self.schema != 1:
-            raise ValueError(f"schema {self.schema}, this version reads 1")
+            raise ValueError(f"schema {self.schema}, but this version reads 1")
         if len(self.token_ids) < 2 or len(self.token_ids) != len(self.logprobs):
             raise ValueError(
                 f"{len(self.token_ids)} token ids and {len(self.logprobs)} logprobs; at least 2, "
@@ -415,12 +437,10 @@ class Canary:
         greedy = (self.greedy_token_ids, self.greedy_logprobs, self.greedy_margins)
         lengths = sorted({len(values) for values in greedy})
         if len(lengths) != 1 or 0 in lengths:
-            raise ValueError(
-                f"greedy lists of lengths {lengths}; they must have one length, at least 1"
-            )
+            raise ValueError(f"greedy lists of lengths {lengths}; they need one length, at least 1")
         numbers = [*self.logprobs[1:], *self.greedy_logprobs, *self.greedy_margins]
         if not all(value is not None and math.isfinite(value) for value in numbers):
-            raise ValueError("a log-probability that is not a finite number")
+            raise ValueError("a log-probability is not a finite number")
 
 
 @dataclass(frozen=True)
@@ -447,12 +467,12 @@ class Handover:
         """
         if not self.is_written:
             raise ServerError(
-                f"the weights of {checkpoint} are in the trainer's memory alone (save_every), "
-                "and can't be read"
+                f"the weights of {checkpoint} are only in the trainer's memory (save_every), and "
+                "cannot be read"
             )
         while not (checkpoint / CANARY_FILE).is_file():  # the folder appears as a whole
             if not os.path.exists(self.memory) and not (checkpoint / CANARY_FILE).is_file():
-                raise ServerError(f"the trainer ended before it had written {checkpoint}")
+                raise ServerError(f"the trainer ended before it wrote {checkpoint}")
             time.sleep(_LOOK_SECONDS)
 
     @property
@@ -489,6 +509,6 @@ class Handover:
         if not wrong:
             return []
         return [
-            f"{len(dict.fromkeys(wrong))} tensors in memory are not those that the trainer wrote, "
-            f"such as {wrong[0]}"
+            f"{len(dict.fromkeys(wrong))} tensors in memory differ from the trainer's, such as "
+            f"{wrong[0]}"
         ]

@@ -27,7 +27,12 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class Objective:
-    """A policy loss, as `objective` names it."""
+    """A policy loss, as `objective` names it.
+
+    >>> objective = Objective("my_package.losses:bounded", settings=("clip_high",))
+    >>> objective.settings
+    ('clip_high',)
+    """
 
     loss: str
     """module:function. It returns the loss of each token [N], and facts about each by name
@@ -52,7 +57,12 @@ class Objective:
 
 @dataclass(frozen=True)
 class TaskFamily:
-    """Named tasks, such as for `ttrl eval`."""
+    """Named tasks, such as for `ttrl eval`.
+
+    >>> family = TaskFamily("my_package.riddles:get_tasks", score="right")
+    >>> family.split
+    'validation'
+    """
 
     tasks: str
     """module:function. It takes (split, n, seed) and options by name, and returns tasks. It has an
@@ -76,7 +86,11 @@ class TaskFamily:
 
 @dataclass(frozen=True)
 class Logger:
-    """A logger of metrics, as `loggers` names it."""
+    """A logger of metrics, as `loggers` names it.
+
+    >>> Logger("my_package.loggers:Csv", needs="pandas", arguments=("path",)).needs
+    'pandas'
+    """
 
     make: str
     """module:class, or a function. It takes the run (`ttrl.monitoring.loggers.LoggedRun`) and the
@@ -140,14 +154,16 @@ class Registry(Generic[E]):
         if name in self._own:
             return self._own[name]
         if not others:
-            raise UserError(f"{self._group} has no {name!r}; it has {', '.join(self.names())}")
+            raise UserError(
+                f"{self._group} has no {name!r}; choose one of {', '.join(self.names())}"
+            )
         where = f"{self._group}: {name!r} of {owners[0]}"
         try:
             entry = others[0].load()
         except Exception as error:
             raise UserError(
                 f"{where} cannot be loaded from {others[0].value}: {type(error).__name__}: "
-                f"{error}; mend that package, or uninstall it"
+                f"{error}; fix that package, or uninstall it"
             ) from error
         if not isinstance(entry, self._kind):
             raise UserError(

@@ -185,7 +185,7 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
         raise ConfigError(config.data, [str(error)]) from error
     if not rows:
         raise ConfigError(
-            "sft_recipe config", [f"data is {config.data!r}, which is missing or empty"]
+            "sft_recipe config", [f"data is {config.data!r}, but it is missing or empty"]
         )
     if tokenizer.pad_token_id is not None:
         pad_id = tokenizer.pad_token_id

@@ -349,9 +349,7 @@ def test_agents_that_crash_hang_or_ask_nothing_cost_one_sample_and_leave_nothing
     sessions = []
     samples = run(agent, n=3).samples
     assert [sample.reward for sample in samples] == [None, None, 1.0]
-    assert (
-        "without a reply of the model" in samples[0].error and "its own fault" in samples[1].error
-    )
+    assert "without asking the model" in samples[0].error and "its own fault" in samples[1].error
     assert (
         "for more than 0.05 s" in run(hanging, limits=RolloutLimits(seconds=0.05)).samples[0].error
     )
@@ -475,4 +473,4 @@ def test_an_agent_is_a_function_or_a_command_with_a_grader():
             test_limits_end_an_agent_as_they_end_a_rollout, messages="do it", ignore="n"
         )
     sample = run(lambda session: 1.0).samples[0]
-    assert "is no coroutine function" in sample.error
+    assert "is not a coroutine function" in sample.error

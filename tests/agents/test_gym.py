@@ -135,9 +135,9 @@ class Nothing(HigherOrLower):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Old, "step gave .* Gymnasium's gives"),
+        (Old, "step returned .* Gymnasium's returns"),
         (Late, "no display"),
-        (Nothing, "step gave the reward None"),
+        (Nothing, "step returned the reward None"),
     ],
 )
 def test_an_environment_that_fails_costs_its_sample(make, message: str) -> None:

@@ -83,19 +83,20 @@ def test_what_fails_there_fails_the_sample() -> None:
         get_inspect_tasks(f"{EVALS}:nothing_like_it")
 
 
-def test_training_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        {"idx": 1, "name": "sums", "prompt": "What is 1 + 1?"},
-        {"idx": 2, "name": "sums", "prompt": "What is 1 + 2?"},
-    ]
-    monkeypatch.setattr("ttrl.agents.inspect.list_rows", lambda *_: rows)
+def test_training_refuses_them(tmp_path: Path) -> None:
+    # The worker in its own Python, which lists two tasks.
+    python = tmp_path / "python"
+    rows = [{"idx": k, "name": "sums", "prompt": f"What is 1 + {k}?"} for k in (1, 2)]
+    lines = "\n".join(json.dumps(row) for row in rows)
+    python.write_text(f"#!/bin/sh\ncat << END\n{lines}\nEND\n")
+    python.chmod(0o755)
     tasks, config = (
-        get_inspect_tasks("package/sums"),
+        get_inspect_tasks("package/sums", python=str(python)),
         TrainConfig(run="r", model="tiny", iterations=1, tasks_per_iteration=2),
     )
     with pytest.raises(
         ConfigError,
-        match=r"2 of 2 tasks \(such as 'inspect_ai/sums/1'\) are for evaluation alone: a scorer of",
+        match=r"2 of 2 tasks \(such as 'inspect_ai/sums/1'\) are for evaluation only: a scorer of",
     ):
         checked(config, tasks, [], model=False)
 

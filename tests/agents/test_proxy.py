@@ -4,22 +4,26 @@ read.
 
 import asyncio
 import contextlib
+import errno
 import json
 import signal
+import subprocess
+import sys
+import urllib.request
 
 import aiohttp
 import pytest
+from support import os_calls
 from support.agent_sessions import ASK, Kit, of_server, server, trained
+from support.chat_server import ChatHandler, threaded
 
 from ttrl import cli
 from ttrl.agents.proxy import Proxy
-from ttrl.errors import StorageError, UserError
+from ttrl.errors import UserError
 from ttrl.loop.carried import groups_of
-from ttrl.records import Endpoint
 from ttrl.replays.replay import replay
 from ttrl.rollouts.request import SamplingRequest
 from ttrl.run_folder.folder import RunFolder
-from ttrl.server.serving import ServedModel
 from ttrl.system.files import append_jsonl, read_jsonl
 from ttrl.tasks.task import RolloutLimits
 
@@ -146,17 +150,13 @@ def test_an_agent_may_use_the_name_that_was_typed(tmp_path):
     collected(tmp_path / "run", use, names=["org/typed"])
 
 
-def test_a_session_that_cannot_be_written_is_said_to_whoever_rewards_it(tmp_path, monkeypatch):
-    def full(path, *rows):
-        raise StorageError(28, "no space left")
-
+def test_a_session_that_cannot_be_written_is_said_to_whoever_rewards_it(tmp_path):
     async def use(opened, post, address):
         session = await opened(id="a", messages=ASK)
         await post(session["base_url"] + "/chat/completions", session["api_key"], messages=ASK)
-        with monkeypatch.context() as patch:
-            patch.setattr("ttrl.agents.proxy.append_jsonl", full)
+        with os_calls.refused("open", errno.ENOSPC, "sessions.jsonl"):
             status, answer = await post(session["reward_url"], session["reward_key"], reward=1.0)
-        assert status == 502 and "no space left" in answer["error"]["message"]
+        assert status == 502 and "No space left" in answer["error"]["message"]
         session = await opened(id="b", messages=ASK)
         await post(session["base_url"] + "/chat/completions", session["api_key"], messages=ASK)
         assert (await post(session["reward_url"], session["reward_key"], reward=1.0))[0] == 200
@@ -197,33 +197,34 @@ def test_a_session_in_which_nothing_is_asked_fails_and_ends(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
-def test_either_signal_ends_it_in_order(tmp_path, monkeypatch, number, code):
-    ended = []
+def test_either_signal_ends_it_in_order(tmp_path, number, code):
+    run, key_file = tmp_path / "run", tmp_path / "key"
+    with threaded(ChatHandler) as address:
+        command = [sys.executable, "-m", "ttrl.cli", "proxy", address]
+        with subprocess.Popen(
+            [*command, "--output", str(run), "--key-file", str(key_file)],
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as proxy:
+            opened = next(line for line in proxy.stderr if "sessions are opened at" in line)
+            session = asked(opened.split()[-1], key_file.read_text().strip(), {"id": "a"})
+            listed = asked(session["base_url"] + "/models", session["api_key"])
+            assert "m" in [one["id"] for one in listed["data"]]  # what the address calls it
+            proxy.send_signal(number)
+            proxy.stderr.read()
+    assert proxy.returncode == code
+    assert not (run / "owner.json").exists()  # the folder is given back
 
-    async def serve(self, say):
-        assert self.names == ["m"]  # what the address calls it
-        try:
-            signal.raise_signal(number)
-            await asyncio.sleep(30)
-        finally:
-            ended.append(self.run)
 
-    served = ServedModel(Endpoint("http://127.0.0.1:1/v1", ""), "m", is_ours=False)
-    monkeypatch.setattr(
-        "ttrl.server.serving.serving", lambda *_, **__: contextlib.nullcontext(served)
+def asked(address, key, body=None):
+    """The JSON answer of a server."""
+    request = urllib.request.Request(
+        address,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
     )
-    monkeypatch.setattr(Proxy, "serve", serve)
-    command = [
-        "proxy",
-        "http://127.0.0.1:1/v1",
-        "--output",
-        str(tmp_path / "run"),
-        "--key-file",
-        str(tmp_path / "key"),
-    ]
-    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as stopped:
-        assert cli.main(command) == code
-    assert (stopped is None or stopped.value.code == code) and ended == [tmp_path / "run"]
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
 
 
 def test_what_is_wrong_is_said_before_anything_listens(tmp_path, capsys):
@@ -234,5 +235,5 @@ def test_what_is_wrong_is_said_before_anything_listens(tmp_path, capsys):
         )
     command = ["proxy", "http://127.0.0.1:1/v1", "--name", "m", "--output", str(tmp_path / "run")]
     assert cli.main([*command, "--beside", "judge"]) == 2
-    assert "give NAME=URL" in capsys.readouterr().err
+    assert "write NAME=URL" in capsys.readouterr().err
     assert json.dumps(sorted(path.name for path in tmp_path.iterdir())) == "[]"

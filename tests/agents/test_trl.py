@@ -407,7 +407,7 @@ def wants_state(completions, trainer_state, **kwargs):
     [
         ({"reward_funcs": "Qwen/RewardModel"}, "is a model"),
         ({"reward_funcs": []}, "no reward_funcs"),
-        ({"reward_funcs": wants_state}, "wants_state wants the trainer_state"),
+        ({"reward_funcs": wants_state}, "wants_state needs TRL's trainer_state"),
         (
             {"reward_funcs": [boxed_reward], "reward_weights": [1, 2]},
             "2 reward_weights for 1 reward_funcs",
@@ -415,16 +415,16 @@ def wants_state(completions, trainer_state, **kwargs):
         ({"train_dataset": []}, "no rows"),
         (
             {"train_dataset": [{"question": "x"}]},
-            r"row 0: its prompt is None; give a string, .*\(there are the columns question\)",
+            r"row 0: its prompt is None; give a string, .*\(the columns are question\)",
         ),
         ({"train_dataset": ["x"]}, "row 0 is 'x'; a row is a dict"),
-        ({"train_dataset": "nowhere.parquet"}, "nowhere.parquet: no such file"),
+        ({"train_dataset": "nowhere.parquet"}, "nowhere.parquet is neither a file"),
         ({"tools": [no_docstring]}, "no_docstring has no docstring"),
         ({"tools": [untyped]}, "argument a has no type hint"),
-        ({"tools": [strange]}, "cannot be said in JSON"),
+        ({"tools": [strange]}, "JSON has no type"),
         ({"tools": [multiply, multiply]}, "two tools are named multiply"),
         ({"environment_factory": dict}, "dict has no method reset"),
-        ({"environment_factory": {"a": EchoEnv}}, "its environment is None; there are 'a'"),
+        ({"environment_factory": {"a": EchoEnv}}, "its environment is None; choose one of 'a'"),
     ],
 )
 def test_what_is_refused(arguments, message: str) -> None:

@@ -87,9 +87,9 @@ def test_an_environment_that_makes_its_own_tasks():
     # Each rollout draws its own, as with TRL.
     assert len({sample.conversation[0]["content"] for sample in samples}) > 1
     for arguments in ({"n": 3, "reward_funcs": len}, {"environment_factory": Counter}):
-        with pytest.raises(TaskError, match="there is no train_dataset"):
+        with pytest.raises(TaskError, match="no train_dataset; give one"):
             trl_tasks(None, **arguments)
-    with pytest.raises(TaskError, match="there is no train_dataset"):
+    with pytest.raises(TaskError, match="no train_dataset; give one"):
         trl_tasks(None, environment_factory={"a": Counter}, n=3)
 
 

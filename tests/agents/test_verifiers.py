@@ -185,7 +185,7 @@ def test_splits_and_names() -> None:
 
 def test_without_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTRL_VERIFIERS_PYTHON", sys.executable)
-    with pytest.raises(TaskError, match="name a Python that has it in TTRL_VERIFIERS_PYTHON"):
+    with pytest.raises(TaskError, match="set TTRL_VERIFIERS_PYTHON to a Python with it"):
         get_verifiers_tasks("sums-v1")
     with pytest.raises(TaskError, match="split"):
         get_verifiers_tasks("sums-v1", "test")

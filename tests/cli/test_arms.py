@@ -242,7 +242,7 @@ def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, t
     )
     with pytest.raises(RunFolderError, match="marks"):
         supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 4])
-    with pytest.raises(UserError, match="no metric 'format'; they have reward, exact"):
+    with pytest.raises(UserError, match="no metric 'format'; choose one of reward, exact"):
         supervised_run(
             tmp_path / "other",
             own,
@@ -429,12 +429,12 @@ def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path, monke
 
 def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
     for others, error, said in (
-        ({"arm": [["RL", "lr=1"]]}, UserError, "--arm RL: give another name"),
-        ({"arm": [["a/b"]]}, UserError, "--arm a/b: give another name"),
+        ({"arm": [["RL", "lr=1"]]}, UserError, "--arm RL: choose another name"),
+        ({"arm": [["a/b"]]}, UserError, "--arm a/b: choose another name"),
         (
             {"arm": [["x", "learning_rte=1"]]},
             ConfigError,
-            "--arm x: 'learning_rte' is a setting neither",
+            "--arm x: neither a run nor a recipe has a setting 'learning_rte'",
         ),
         ({"set": ["max_tokens=0"]}, ConfigError, "max_tokens is 0"),
         (

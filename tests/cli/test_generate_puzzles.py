@@ -60,17 +60,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (
             "sudoku",
             {},
-            "no puzzles are named 'sudoku'; there are temporal-clue, temporal-clue-night, "
+            "no puzzles are called 'sudoku'; choose one of temporal-clue, temporal-clue-night, "
             "zebra-grid",
         ),
         ("zebra-grid", {"n": 0}, "n is 0; ask for at least one"),
         ("zebra-grid", {"processes": 0}, "processes is 0; give at least one"),
-        ("zebra-grid", {"size": "7x2"}, "no size '7x2' of zebra-grid; give houses x attributes"),
-        ("zebra-grid", {"size": "large"}, "no size 'large' of zebra-grid"),
+        ("zebra-grid", {"size": "7x2"}, "zebra-grid has no size '7x2'; give houses x attributes"),
+        ("zebra-grid", {"size": "large"}, "zebra-grid has no size 'large'"),
         (
             "temporal-clue",
             {"size": "5x4"},
-            "no size '5x4' of temporal-clue; there are tiny, small, medium, large",
+            "temporal-clue has no size '5x4'; choose one of tiny, small, medium, large",
         ),
     ],
 )

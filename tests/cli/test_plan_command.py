@@ -79,7 +79,7 @@ def test_a_name_on_the_hub_without_a_network(capsys: pytest.CaptureFixture[str])
     assert not said.out
     for text in (
         "no network?",
-        "a plan needs no more than its config.json",
+        "for a plan, its config.json is enough",
         "Qwen/Qwen3-4B",
         "tiny",
     ):
@@ -105,8 +105,8 @@ def test_published_figures_are_of_models_that_are_trained() -> None:
     [
         ("smollm2-135", "did you mean 'smollm2-135m'?"),
         ("structured-outptu", "did you mean 'structured_output'?"),
-        ("zzz", "there is nothing named 'zzz'; Give a run folder"),
-        ("nothing.py", "there is no file nothing.py; `ttrl tasks new nothing.py` writes one"),
+        ("zzz", "nothing is called 'zzz'; Give a run folder"),
+        ("nothing.py", "nothing.py does not exist; `ttrl tasks new nothing.py` writes a script"),
         ("nothing.yaml", "nothing.yaml cannot be read as a config"),
     ],
 )
@@ -118,7 +118,8 @@ def test_what_cannot_be_planned(what: str, text: str, capsys: pytest.CaptureFixt
 def test_an_option_that_nothing_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "tiny", "--seed", "1"]) == 2
     assert (
-        "--seed 1: `ttrl plan` of what is no script has no such option" in capsys.readouterr().err
+        "`ttrl plan` has no such option unless you plan a script: --seed 1"
+        in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):
         cli.main(["models", "--zzz"])
@@ -215,7 +216,7 @@ def test_a_script_that_would_train_is_not_run(
     )
     assert cli.main(["plan", "mine.py"]) == 2
     said = capsys.readouterr()
-    assert not said.out and "mine.py would train, as it reads no options" in said.err
+    assert not said.out and "mine.py reads no options, and would start training" in said.err
 
 
 def test_what_a_script_is_asked_is_read() -> None:

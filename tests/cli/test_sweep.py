@@ -144,11 +144,11 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
     path = sweep(seeds=["a"], by="hours", arms={"a": 3}, grid={"lr": 1}, recipe="none.py")
     with pytest.raises(
         UserError,
-        match=r"grid: lr(.|\n)*arms: a(.|\n)*seeds: 'a'(.|\n)*no file or recipe none.py(.|\n)*by "
+        match=r"grid: lr(.|\n)*arms: a(.|\n)*seeds: 'a'(.|\n)*no recipe is called none.py(.|\n)*by "
         r"is 'hours'",
     ):
         read_sweep(path)
-    with pytest.raises(UserError, match="that is a single run"):
+    with pytest.raises(UserError, match="defines a single run"):
         read_sweep(sweep())
     with pytest.raises(UserError, match="cannot be read"):
         read_sweep(path.with_name("nothing"))

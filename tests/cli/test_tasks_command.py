@@ -112,7 +112,7 @@ def test_a_file_is_not_written_over(
     assert cli.main(["tasks", "new", str(template)]) == 2
     assert "exists already" in capsys.readouterr().err
     for name in ("my-task.py", "my_task", "1.py"):
-        with pytest.raises(UserError, match="give a name that Python can import"):
+        with pytest.raises(UserError, match="is not a Python module name"):
             write_template(tmp_path / name)
         assert not (tmp_path / name).exists()
 
@@ -121,8 +121,8 @@ def test_a_file_is_not_written_over(
     ("content", "reference", "message"),
     [
         ("get_tasks = 3", "", "get_tasks is of type int; give a list of Task"),
-        ("def get_tasks(): return []", "", "get_tasks: there are no tasks"),
-        ("tasks = []", "", "file.py:tasks: there are no tasks"),
+        ("def get_tasks(): return []", "", "get_tasks is empty; give at least one task"),
+        ("tasks = []", "", "file.py:tasks is empty; give at least one task"),
         ("def get_tasks(): return ['a']", "", "1 of 1 are not Tasks, the first is of type str"),
         ("def get_tasks(): 1 / 0", "", "calling it failed: ZeroDivisionError: division by zero"),
         ("def other(): pass", "", "has no 'get_tasks'"),

@@ -80,7 +80,7 @@ def test_a_setting_without_a_value_says_so(
     (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", "structured_output"))
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--set", "lr", "2e-5"]) == 2
     said = capsys.readouterr().err
-    assert "lr is given no value; write --set lr=VALUE, without a blank" in said
+    assert "lr has no value; write --set lr=VALUE, without a blank" in said
     assert "'2e-5' is not a setting" in said
 
 
@@ -98,7 +98,7 @@ def test_every_mistake_of_a_file_at_once(
         "names no tasks",
         "iterations is 0",
         "write training={'lr': …}",
-        "'zzz' is a setting neither of a run nor",
+        "neither a run nor a recipe has a setting 'zzz'",
     ):
         assert text in said
     assert not trained
@@ -108,9 +108,9 @@ def test_every_mistake_of_a_file_at_once(
     ("what", "text"),
     [
         ("structured_outpt", "did you mean 'structured_output'?"),
-        ("nothing.py", "there is no file nothing.py; `ttrl tasks new nothing.py` writes one"),
+        ("nothing.py", "nothing.py does not exist; `ttrl tasks new nothing.py` writes a script"),
         ("nothing.yaml", "nothing.yaml cannot be read as a config"),
-        ("only_tasks.py", "only_tasks.py trains nothing when it is run"),
+        ("only_tasks.py", "only_tasks.py defines tasks and starts no training"),
     ],
 )
 def test_what_cannot_be_trained(what: str, text: str, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_recipe_by_its_name_takes_its_own_options(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout.count("the settings are right")) == (0, 1)
     ended = ttrl("train", "sort_letters", "--check", "--set", "learning=1", cwd=tmp_path)
     assert ended.returncode == 1
-    assert "'learning' is a setting neither of a run nor of the recipe" in ended.stderr
+    assert "neither a run nor a recipe has a setting 'learning'" in ended.stderr
 
 
 def test_the_scaffold_is_a_recipe(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_what_a_replica_that_is_gone_left_is_removed(checkpoint, sent, tmp_path)
 
 def test_memory_that_is_full_keeps_nothing(checkpoint, sent, tmp_path, monkeypatch):
     (memory := tmp_path / "shm").mkdir()
-    with pytest.raises(OSError, match=r"its weights take .*, and .*ttrl-\d+ has room for half of "):
+    with pytest.raises(OSError, match=r"the weights need .*, and .*ttrl-\d+ has room for half of "):
         Staged(str(memory)).put(sent._replace(size=2**50), 1.0)
 
     def full(piece, timeout):
@@ -100,7 +100,7 @@ def test_memory_that_is_full_keeps_nothing(checkpoint, sent, tmp_path, monkeypat
 def test_a_folder_that_others_can_write_is_refused(checkpoint, sent, tmp_path):
     (pool := tmp_path / f"ttrl-{os.geteuid()}").mkdir()
     pool.chmod(0o777)
-    with pytest.raises(OSError, match="is not this user's alone; remove it"):
+    with pytest.raises(OSError, match=r"other users can access .*; remove it"):
         Staged(str(tmp_path)).put(sent, 1.0)
 
 

@@ -156,7 +156,7 @@ def test_a_run_on_two_trainers_five_servers_and_two_workers(tmp_path: Path) -> N
         second = subprocess.run(
             run.command, env=cluster.environment, capture_output=True, text=True, timeout=120
         )
-        assert second.returncode != 0 and "is being run by this cluster already" in second.stderr
+        assert second.returncode != 0 and "is already active on this cluster" in second.stderr
         # A trainer process is killed: as when its machine is.
         processes(run.path, "ttrl.grpo_recipe")[-1].kill()
         run.go_on()

@@ -36,7 +36,7 @@ def test_a_server_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link(3, Silent(), 0.0)
     for _ in range(4):
         with pytest.raises(
-            ServerDiedError, match="replica-3 is being started on some machine of the cluster"
+            ServerDiedError, match="replica-3 is starting on a machine of the cluster"
         ):
             link.find()
     assert waited == [5.0, 0.0, 0.0, 0.0]
@@ -79,7 +79,7 @@ def test_a_lead_for_which_there_is_no_room_is_given_up(monkeypatch: pytest.Monke
         run="run", model="m", iterations=1, cluster="auto", device="cuda", nproc_per_node=8
     )
     with pytest.raises(
-        TrainerError, match=r"not started within 600 s: it takes .*'num_gpus': 8.*nproc_per_node"
+        TrainerError, match=r"not started within 600 s: it needs .*'num_gpus': 8.*nproc_per_node"
     ):
         lead.run_detached(config, print, {}, Console(quiet=True))
     assert len(killed) == 1

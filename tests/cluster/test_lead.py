@@ -131,7 +131,7 @@ def test_drivers_that_die(cluster: RayCluster, tmp_path: Path) -> None:
     assert "it has other settings" in other.communicate(timeout=90)[0] and other.returncode
     second = driver(tmp_path, cluster)
     assert second.stdout is not None and any(
-        "the run runs already" in line for line in second.stdout
+        "the run is already active" in line for line in second.stdout
     )
     (tmp_path / "gate").touch()
     assert "result" in second.communicate(timeout=90)[0] and second.returncode == 0
@@ -149,7 +149,7 @@ def test_drivers_that_die(cluster: RayCluster, tmp_path: Path) -> None:
     fourth = driver(tmp_path, cluster)
     said = fourth.communicate(timeout=90)[0]
     assert (
-        "note: the run ended while nobody waited for it: the disk is gone" in said
+        "note: the run ended with no program waiting for it: the disk is gone" in said
         and fourth.returncode == 0
     ), said
     assert len(begun(tmp_path)) == 3
@@ -168,7 +168,7 @@ def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(
     with cluster_of(tmp_path, {"a": 1}, RAY_AUTH_MODE="disabled") as cluster:
         careful = driver(tmp_path, cluster, RAY_AUTH_MODE="token")
         said = careful.communicate(timeout=90)[0]
-        assert careful.returncode and "this Ray cluster asks for no token" in said, said
+        assert careful.returncode and "this Ray cluster needs no token" in said, said
         assert not begun(tmp_path)
         (tmp_path / "gate").touch()
         knowing = driver(tmp_path, cluster)
@@ -257,7 +257,7 @@ def test_a_lead_refuses_a_cluster_that_asks_for_no_token(
     monkeypatch.setattr(lead_in_this_process, "AUTHENTICATION", "")
     work = Mock(return_value="result")
     name, said = end_of(lead_in_this_process.Lead(config_of(tmp_path), work, {}, False))[1]
-    assert name == "UserError" and "this Ray cluster asks for no token" in said and not work.called
+    assert name == "UserError" and "this Ray cluster needs no token" in said and not work.called
     assert end_of(lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)) == (
         "result",
         None,
@@ -289,7 +289,7 @@ def test_the_next_driver_joins_a_lead_or_says_how_it_ended(
     assert lead._begin(config_of(tmp_path), print, {}, Console()) == (other, False)
     assert lead._begin(config_of(tmp_path), print, {}, Console()) == (new, True)
     assert (
-        "note: the run ended while nobody waited for it: the disk is gone"
+        "note: the run ended with no program waiting for it: the disk is gone"
         in capsys.readouterr().out
     )
     lead.ray.kill.assert_called_once_with(other)
@@ -313,5 +313,5 @@ def test_tasks_too_large_for_a_cluster_are_refused(monkeypatch: pytest.MonkeyPat
     from ttrl.cluster import lead
 
     monkeypatch.setattr(lead, "_LARGEST", 1000)
-    with pytest.raises(UserError, match=r"at most 0 MB of a run; let tasks hold less"):
+    with pytest.raises(UserError, match=r"at most 0 MB of a run; make tasks smaller"):
         lead._lead_of(None, print, {"tasks": [os.urandom(2000)]}, False)

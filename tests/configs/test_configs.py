@@ -104,10 +104,10 @@ def test_mappings(given):
 
 def test_lists():
     assert problems(name="x", count=1, words="abc") == [
-        "words is 'abc'; it must be a list of which each is a string"
+        "words is 'abc'; it must be a list with each item a string"
     ]
     assert problems(name="x", count=1, words=[1]) == [
-        "words is [1]; it must be a list of which each is a string"
+        "words is [1]; it must be a list with each item a string"
     ]
 
 
@@ -168,7 +168,7 @@ def grpo(**values: Any) -> list[str]:
         ({"eps": 0}, "eps is 0.0; it must be above 0"),
         ({"max_grad_norm": 0}, "max_grad_norm is 0.0; it must be above 0, or null"),
         ({"lr_schedule": "cosine"}, "lr_schedule 'cosine' needs total_steps"),
-        ({"total_steps": 10}, "total_steps is 10, which does nothing with lr_schedule 'constant'"),
+        ({"total_steps": 10}, "total_steps is 10, but has no effect with lr_schedule 'constant'"),
         (
             {"lr_schedule": "linear", "warmup_steps": 10, "total_steps": 10},
             "warmup_steps (10) must be below total_steps (10)",
@@ -177,7 +177,7 @@ def grpo(**values: Any) -> list[str]:
         ({"clip_high": -0.1}, "clip_high is -0.1"),
         (
             {"kl_coefficient": 0.1, "kl_estimator": "full"},
-            "kl_coefficient is above 0, with kl_estimator 'full', but reference_model is missing",
+            "kl_coefficient is above 0 and kl_estimator is 'full', but reference_model is missing",
         ),
         ({"rows_per_microbatch": 0}, "rows_per_microbatch is 0"),
         ({"updates_per_iteration": 0}, "updates_per_iteration is 0"),

@@ -42,40 +42,43 @@ RIGHT = [
     },
 ]
 WRONG = [
-    ({"objective": "grpo"}, "objective is 'grpo'; ttrl.objectives has no 'grpo'; it has ppo, "),
+    (
+        {"objective": "grpo"},
+        "objective is 'grpo'; ttrl.objectives has no 'grpo'; choose one of ppo, ",
+    ),
     ({"clip_low": 1.5}, "clip_low is 1.5; it must be in [0, 1]"),
     ({"clip_high": -0.1}, "clip_high is -0.1; it must be at least 0"),
     ({"dual_clip": 1.0}, "dual_clip is 1.0; it must be above 1"),
     ({"objective": "clip_cov", "covariance_share": 0.0}, "covariance_share is 0.0"),
     (
         {"objective": "clip_cov", "covariance_bounds": [2.0, 1.0]},
-        "covariance_bounds are [2.0, 1.0]; give the lower and the higher one",
+        "covariance_bounds is [2.0, 1.0]; give the lower and the higher one",
     ),
-    ({"objective": "clip_cov", "covariance_bounds": [1.0]}, "covariance_bounds are [1.0]"),
+    ({"objective": "clip_cov", "covariance_bounds": [1.0]}, "covariance_bounds is [1.0]"),
     ({"objective": "kl_cov", "kl_cov_coefficient": 0.0}, "kl_cov_coefficient is 0.0"),
     (
         {"kl_coefficient": 0.1, "kl_estimator": "full"},
-        "kl_coefficient is above 0, with kl_estimator 'full', but reference_model",
+        "kl_coefficient is above 0 and kl_estimator is 'full', but reference_model",
     ),
     ({"kl_coefficient": -0.1}, "kl_coefficient is -0.1"),
     ({"kl_after_steps": 5}, "kl_after_steps is 5 but kl_coefficient is 0"),
     (
         {"kl_in": "reward", "kl_estimator": "full", "kl_coefficient": 1.0, **REFERENCE},
-        "kl_estimator 'full' with kl_in 'reward'",
+        "kl_estimator is 'full' with kl_in 'reward'",
     ),
     (
         {"token_rewards": "implicit", "kl_coefficient": 0.1, "kl_in": "reward", **REFERENCE},
-        "token_rewards 'implicit' with kl_in 'reward'",
+        "token_rewards is 'implicit' with kl_in 'reward'",
     ),
     (
         {"token_rewards": "implicit", "value_head": True, **REFERENCE},
-        "token_rewards 'implicit' with value_head",
+        "token_rewards is 'implicit' with value_head",
     ),
     ({"token_rewards": "implicit", "implicit_beta": 0.0, **REFERENCE}, "implicit_beta is 0.0"),
     ({"entropy_coefficient": -1.0}, "entropy_coefficient is -1.0"),
     (
         {"entropy_coefficient": 0.1, "entropy_schedule": "linear"},
-        "entropy_schedule 'linear' needs entropy_until_step",
+        "entropy_schedule is 'linear' without entropy_until_step",
     ),
     (
         {"entropy_coefficient": 0.1, "entropy_until_step": 5},
@@ -92,11 +95,11 @@ WRONG = [
             "entropy_from_step": 5,
             "entropy_until_step": 5,
         },
-        "entropy_from_step is 5 and entropy_until_step 5; the bonus falls",
+        "entropy_from_step is 5 and entropy_until_step 5; entropy_from_step must be",
     ),
     (
         {"entropy_coefficient": 0.1, "entropy_from_step": 5},
-        "entropy_from_step is 5, which does nothing with entropy_schedule",
+        "entropy_from_step is 5, but has no effect with entropy_schedule",
     ),
     (
         {"off_policy": "token", "off_policy_cap": 0.5},
@@ -186,7 +189,7 @@ def test_a_setting_that_does_nothing_is_told(setting, without, use):
     with pytest.raises(ConfigError) as caught:
         ObjectiveConfig.parse(setting | without, "here")
     (found,) = caught.value.problems
-    assert found.startswith(f"{name} is ") and "which does nothing with" in found
+    assert found.startswith(f"{name} is ") and "but has no effect with" in found
 
 
 def test_a_penalty_that_can_do_nothing():

@@ -34,11 +34,11 @@ def test_defaults_are_right():
     [
         ({"iterations": 0}, "iterations is 0; it must be at least 1"),
         ({"iterations": True}, "iterations is True; it must be a whole number"),
-        ({"samples_per_task": 1}, "there must be at least 2"),
-        ({"temperature": 0}, "greedy samples of a task are all the same"),
+        ({"samples_per_task": 1}, "set it to 2 or more"),
+        ({"temperature": 0}, "greedy samples of a task are equal"),
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"aggregation": "constant"}, "they go together"),
-        ({"constant_length": 10}, "they go together"),
+        ({"aggregation": "constant"}, "the others take none"),
+        ({"constant_length": 10}, "the others take none"),
         ({"keep_checkpoints": 2}, "keep_checkpoints is 2; it must be at least 3"),
         (
             {"weight_sync": "inplace"},
@@ -46,7 +46,7 @@ def test_defaults_are_right():
         ),
         (
             {"seq_len": 500, "max_tokens": 501},
-            "seq_len is 500, below max_tokens 501: raise it, or set too_long 'truncate'",
+            "seq_len is 500, below max_tokens 501: raise it, or set too_long to 'truncate'",
         ),
         ({"sampling": {"n": 4}}, "sampling: 'n' has a setting of its own"),
         ({"training": {"packed": "x"}}, "training: 'packed' is set by the loop"),
@@ -60,7 +60,7 @@ def test_defaults_are_right():
         ),
         (
             {"training": {"zzz": 9}},
-            "training: unknown key 'zzz'; `ttrl config` lists all that there are",
+            "training: unknown key 'zzz'; `ttrl config` lists all",
         ),
         ({"lr": 1e-4}, "unknown key 'lr'; write training={'lr': …}"),
         ({"learning_rate": 1e-4}, "unknown key 'learning_rate'; write training={'lr': …}"),
@@ -77,9 +77,9 @@ def test_defaults_are_right():
             {"training": {"max_skipped_steps": -1}},
             "training: max_skipped_steps is -1; it must be at least 0",
         ),
-        ({"training": "lr=1"}, "training is 'lr=1', a file that cannot be read"),
-        ({"training": {"lr": np.float64(1e-4)}}, "training holds what config.yaml cannot"),
-        ({"server": {"max_model_len": np.int64(5)}}, "server holds what config.yaml cannot"),
+        ({"training": "lr=1"}, "training is 'lr=1', an unreadable file"),
+        ({"training": {"lr": np.float64(1e-4)}}, "training holds"),
+        ({"server": {"max_model_len": np.int64(5)}}, "server holds"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
         (
             {"advantages": "median"},
@@ -99,7 +99,7 @@ def test_defaults_are_right():
         ),
         ({"share": "all"}, "share is 'all'; it must be one of 'tree', 'prompt', 'none'"),
         ({"dynamic_sampling": 0}, "dynamic_sampling is 0; it must be at least 1"),
-        ({"max_extra_tasks": 4}, "max_extra_tasks is given without dynamic_sampling"),
+        ({"max_extra_tasks": 4}, "max_extra_tasks is set without dynamic_sampling"),
         ({"dynamic_sampling": 97}, "dynamic_sampling is 97, but an iteration has at most 96 tasks"),
         ({"dynamic_sampling": 38, "max_extra_tasks": 5}, "at most 37 tasks; raise max_extra_tasks"),
     ],
@@ -201,7 +201,7 @@ def test_settings_of_advantages_that_the_recipe_makes_itself(name, training):
     [problem] = problems(training=training, **change)
     assert (
         problem.startswith(f"{name} is ")
-        and "the recipe makes advantages of graders' rewards" in problem
+        and "the recipe computes advantages of graders' rewards" in problem
     )
 
 

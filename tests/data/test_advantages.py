@@ -239,7 +239,7 @@ def test_the_chess_log_formula(caplog):
     assert made.figures.lowest == pytest.approx(np.concatenate(expected).min())
     assert made.figures.highest == pytest.approx(np.concatenate(expected).max())
     assert (
-        "1 of 3 groups with a signal have rewards with a standard deviation below the floor of 0.05"
+        "in 1 of 3 groups with a signal, the rewards' standard deviation is below the floor of 0.05"
     ) in caplog.text
 
 

@@ -156,12 +156,14 @@ def test_shaped_rewards_of_a_group():
     assert surprises == [1.0, 2.0, None]
     assert rewards == [0.25, 1.5, -0.125]
     assert shaped_rewards(group, AdvantageConfig()) == ([0.5, 1.0, -0.5], [])
-    with pytest.raises(UserError, match=r"'end'.*give the tokenizer"):
+    with pytest.raises(UserError, match=r"'end'.*give a tokenizer"):
         shaped_rewards(group, config)
 
 
 @pytest.mark.parametrize("reward", [1e300, -1e13, float("inf"), float("nan")])
 def test_rewards_that_no_gradient_can_hold_are_refused(reward):
     group = TaskResult(task_id="t", messages=[], samples=[sample("4", [10], reward=reward)])
-    with pytest.raises(UserError, match=r"task 't', sample 0: its reward is .*at most ±1e\+12"):
+    with pytest.raises(
+        UserError, match=r"task 't', sample 0: its reward is .*the limit is ±1e\+12"
+    ):
         shaped_rewards(group, AdvantageConfig())

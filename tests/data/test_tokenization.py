@@ -102,8 +102,8 @@ def test_text_is_compared_with_what_the_ids_decode_to(tokenizer, caplog):
         assert len(tokenize(task(*wrong), [0.0] * 2)) == 2  # the ids are used all the same
     assert tokenize.mismatches == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "task 'gsm8k/17', sample 3: its ids decode to 'wörd', but its text is 'other'; the ids "
-        "are used"
+        "task 'gsm8k/17', sample 3: its ids decode to 'wörd', but its text is 'other'; "
+        "training uses the ids"
     ]
     assert (
         first.tokens[-1] == "<|im_end|>"

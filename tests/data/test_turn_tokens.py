@@ -4,6 +4,7 @@ template.
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -119,30 +120,25 @@ def test_a_sample_of_several_sequences_counts_once(aggregation):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("turn", "changes", "message"),
     [
+        (0, {"num_tokens": 3}, "task 't', sample 2: 3 token ids, but its 2 turns have 4 tokens"),
         (
-            lambda s: setattr(s.turns[0], "num_tokens", 3),
-            "task 't', sample 2: 3 token ids, but its 2 turns have 4 tokens",
+            0,
+            {"prompt_token_ids": None},
+            "task 't', sample 2, turn 0: the server returned no token ids",
         ),
-        (
-            lambda s: setattr(s.turns[0], "prompt_token_ids", None),
-            "task 't', sample 2, turn 0: the server gave no token ids",
-        ),
-        (
-            lambda s: setattr(s.turns[0], "prompt_token_ids", []),
-            "turn 0: the server gave no token ids of its prompt",
-        ),
-        (
-            lambda s: setattr(s.turns[1], "continues", 1),
-            "turn 1: it continues turn 1, which is not before it",
-        ),
-        (lambda s: setattr(s, "token_ids", None), "the server gave no token ids"),
+        (0, {"prompt_token_ids": []}, "turn 0: the server returned no token ids of its prompt"),
+        (1, {"continues": 1}, "turn 1: it continues turn 1, but that is not an earlier turn"),
+        (None, {"token_ids": None}, "the server returned no token ids"),
     ],
 )
-def test_what_does_not_fit_is_named(change, message):
+def test_what_does_not_fit_is_named(turn, changes, message):
     sample = two_turns()
-    change(sample)
+    if turn is None:
+        sample = replace(sample, **changes)
+    else:
+        sample.turns[turn] = replace(sample.turns[turn], **changes)
     with pytest.raises(TokenizationError, match=message):
         TaskResultTokenizer()(task(sample), [1.0])
 
@@ -508,11 +504,11 @@ def test_a_token_that_would_span_prompt_and_answer(tokenizer):
 
 def test_what_no_template_can_tell(tokenizer):
     with pytest.raises(
-        TokenizationError, match="task 't', sample 0: the server took tool calls out of the answer"
+        TokenizationError, match="task 't', sample 0: the server removed tool calls from the reply"
     ):
         TaskResultTokenizer(tokenizer)(task(answered("", finish_reason="tool_calls")), [1.0])
     with pytest.raises(
-        TokenizationError, match="task 't', sample 0: the answer is empty and was cut"
+        TokenizationError, match="task 't', sample 0: the reply is empty and was cut off"
     ):
         TaskResultTokenizer(tokenizer)(task(answered("", finish_reason="length")), [1.0])
     sample = conversation()
@@ -524,6 +520,6 @@ def test_what_no_template_can_tell(tokenizer):
     with pytest.raises(TokenizationError, match=r"task 't', sample 0, turn 1: .*not a JSON object"):
         TaskResultTokenizer(tokenizer)(task(sample), [1.0])
     with pytest.raises(
-        TokenizationError, match="or give the model's tokenizer, whose chat template makes them"
+        TokenizationError, match="or give the model's tokenizer, and ttrl uses its chat template"
     ):
         TaskResultTokenizer()(task(answered("good")), [1.0])

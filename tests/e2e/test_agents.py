@@ -219,8 +219,8 @@ def test_ttrl_proxy_collects_what_replay_trains_on(tmp_path: Path) -> None:
     with open(log, "wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:
-        wait_for(lambda: "sessions are opened at" in log.read_text(), process, log)
-        address = log.read_text().split("sessions are opened at ")[1].split()[0]
+        wait_for(lambda: "open sessions at" in log.read_text(), process, log)
+        address = log.read_text().split("open sessions at ")[1].split()[0]
         key = (tmp_path / "key").read_text().strip()
 
         async def use() -> None:

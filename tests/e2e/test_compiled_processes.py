@@ -5,10 +5,7 @@ moments; test_compiled.py does both in one process, and test_parallel.py and tes
 several processes without a compiler.
 """
 
-import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -69,16 +66,7 @@ def results(tmp_path_factory):
         }
         for name, (n, more) in JOBS.items()
     ]
-    (root / "jobs.json").write_text(json.dumps(todo))
-    command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=880)
-    failures = {
-        name: error.read_text()[-3000:]
-        for name in JOBS
-        if (error := root / name / "error.txt").exists()
-    }
-    assert done.returncode == 0 and not failures, f"{failures} {done.stderr[-3000:]}"
-    return {name: torch.load(root / name / "result.pt") for name in JOBS}
+    return parallel_worker.finished(root, todo)
 
 
 def distance(one, other):

@@ -4,9 +4,7 @@ to.
 Only several processes show that adapters are shared out rightly.
 """
 
-import json
-import subprocess
-import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import check_parity
@@ -83,6 +81,60 @@ SOME_KINDS = [
 ]
 
 
+@dataclass
+class Jobs:
+    """Jobs of the worker, in the order in which they depend on each other."""
+
+    root: Path
+    todo: list[dict] = field(default_factory=list)
+
+    def add(self, name, processes, model, settings, **more):
+        self.todo.append(
+            {
+                "name": name,
+                "processes": processes,
+                "model": str(self.root / model),
+                "packed": str(self.root / "packed.safetensors"),
+                "output_dir": str(self.root / name),
+                "settings": {**SETTINGS, **settings},
+                "checkpoint": True,
+                **more,
+            }
+        )
+
+    def add_kind(self, kind):
+        """In one process and in two, and handed over in between."""
+        settings, there = KINDS[kind], f"{kind}-2/checkpoint"
+        state = str(self.root / f"{kind}-2" / "state")
+        self.add(f"{kind}-1", 1, "qwen2", settings, steps=3)
+        self.add(f"{kind}-2", 2, "qwen2", settings, steps=2)
+        self.add(f"{kind}-3", 1, there, settings, steps=1, state=state)
+        self.add(f"{kind}-stays", 2, there, settings | TP | {"lr": 0.0})
+
+    def add_shared(self, shared):
+        """Starts, each gone on with alone and in its worlds."""
+        for start in sorted({start for start, _ in shared}):
+            family, settings = STARTS[start]
+            self.add(start, 1, family, settings, steps=2)
+            self.add(f"{start}/alone", 1, f"{start}/checkpoint", settings, steps=2)
+        for start, world in shared:
+            processes, more = WORLDS[world]
+            settings = STARTS[start][1] | more
+            there = f"{start}/checkpoint"
+            self.add(f"{start}/{world}", processes, there, settings, steps=2, parks=True)
+        for kind in sorted({start for start, world in shared if world == "in-backward"}):
+            settings = STARTS[kind][1] | {"max_grad_norm": None}
+            self.add(f"{kind}/alone-unclipped", 1, f"{kind}/checkpoint", settings, steps=2)
+
+
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request):
     """name → what its first process left, for both kinds in one process and in two, and handed over
@@ -96,79 +148,14 @@ def results(tmp_path_factory, request):
         check_parity.make_folder(family, root / family)
     for family in ("phi", "qwen2-tied"):
         files_in_16_bits(root / family, root / f"{family}-16")
-    shape = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **shape)).save_pretrained(
-        root / "wide"
-    )
+    wide = Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **WIDE))
+    wide.save_pretrained(root / "wide")
     packed_rows().save(root / "packed.safetensors")
-    jobs = []
-
-    def add(name, processes, model, settings, **more):
-        job = {
-            "name": name,
-            "processes": processes,
-            "model": str(root / model),
-            "packed": str(root / "packed.safetensors"),
-        }
-        jobs.append(
-            {
-                **job,
-                "output_dir": str(root / name),
-                "settings": {**SETTINGS, **settings},
-                "checkpoint": True,
-                **more,
-            }
-        )
-
+    jobs = Jobs(root)
     for kind in kinds:
-        settings = KINDS[kind]
-        add(f"{kind}-1", 1, "qwen2", settings, steps=3)
-        add(f"{kind}-2", 2, "qwen2", settings, steps=2)
-        add(
-            f"{kind}-3",
-            1,
-            f"{kind}-2/checkpoint",
-            settings,
-            steps=1,
-            state=str(root / f"{kind}-2" / "state"),
-        )
-        add(f"{kind}-stays", 2, f"{kind}-2/checkpoint", settings | TP | {"lr": 0.0})
-    for start in sorted({start for start, _ in shared}):
-        family, settings = STARTS[start]
-        add(start, 1, family, settings, steps=2)
-        add(f"{start}/alone", 1, f"{start}/checkpoint", settings, steps=2)
-    for start, world in shared:
-        processes, more = WORLDS[world]
-        add(
-            f"{start}/{world}",
-            processes,
-            f"{start}/checkpoint",
-            STARTS[start][1] | more,
-            steps=2,
-            parks=True,
-        )
-    for kind in sorted({start for start, world in shared if world == "in-backward"}):
-        settings = STARTS[kind][1] | {"max_grad_norm": None}
-        add(f"{kind}/alone-unclipped", 1, f"{kind}/checkpoint", settings, steps=2)
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=880)
-    errors = [
-        error.read_text()[-3000:]
-        for job in jobs
-        if (error := Path(job["output_dir"], "error.txt")).exists()
-    ]
-    assert done.returncode == 0 and not errors, "\n".join([done.stderr[-3000:], *errors])
-    return {
-        job["name"]: torch.load(Path(job["output_dir"], "result.pt"))
-        | {"folder": Path(job["output_dir"])}
-        for job in jobs
-    }
+        jobs.add_kind(kind)
+    jobs.add_shared(shared)
+    return parallel_worker.finished(root, jobs.todo)
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)

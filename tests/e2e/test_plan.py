@@ -14,9 +14,8 @@ from ttrl.tiny_model import make_tiny_model
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 
-def test_a_probe_measures_server_and_trainer(tmp_path, monkeypatch):
+def test_a_probe_measures_server_and_trainer(tmp_path):
     """With made-up prompts, and completions that are told how long to be."""
-    monkeypatch.setattr("ttrl.loop.plan_probe._ITERATIONS", 2)
     model = make_tiny_model(tmp_path / "model", layers=1, width=32, heads=1)
     config = TrainConfig(
         run=str(tmp_path / "run"),

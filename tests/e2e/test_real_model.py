@@ -16,6 +16,7 @@ import check_parity
 import pytest
 import torch
 from support.facts import rows_of
+from support.fake_vllm import KeepsItsCache
 from support.killed_run import kill_all, wait_for
 from support.readme import first_task
 from support.tiny_models import sample
@@ -31,7 +32,6 @@ from ttrl.records import Canary
 from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.files import read_jsonl
-from ttrl.weights import sync
 from ttrl.weights.canary import check_canary
 from ttrl.weights.sync import sync_weights
 
@@ -261,25 +261,27 @@ def test_other_weights_are_refused(server, checkpoints, folder, fault, shows):
     tests/weights/test_sync.py.
     """
     (folder / "fault.json").write_text(json.dumps(fault))
-    with pytest.raises(WeightSyncError, match="what the server holds differs"):
+    with pytest.raises(WeightSyncError, match="the server's weights differ"):
         sync_weights(server, checkpoints[1])
     assert server.open_version() is None
     assert check_canary(server, Canary.load(checkpoints[1])).passed is not shows
 
 
 @pytest.mark.long
-def test_a_prefix_cache_that_was_not_emptied_is_refused(server, checkpoints, monkeypatch):
+def test_a_prefix_cache_that_was_not_emptied_is_refused(server, started, checkpoints):
     """Whatever the numbers are: here the cache is even of the same weights.
 
     Long, as it needs the server of the others. In fp32: test_sync.py; where bf16 hides it:
     tests/weights/test_sync.py.
     """
     sync_weights(server, checkpoints[0])
-    monkeypatch.setattr(sync, "reset_prefix_cache", lambda server: None)
+    forgetful = KeepsItsCache(
+        server.root_url, served_model_name="policy", dtype="bfloat16", api_key=started.api_key
+    )
     with pytest.raises(
-        WeightSyncError, match="256 of the canary's 257 tokens came from the prefix cache"
+        WeightSyncError, match="256 of the canary's 257 tokens came from the emptied prefix cache"
     ):
-        sync_weights(server, checkpoints[0])
+        sync_weights(forgetful, checkpoints[0])
     assert server.open_version() is None
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.fake_vllm import KeepsItsCache
 from support.handing_over import HandingOver
 
 from ttrl import TrainConfig
@@ -206,8 +207,7 @@ def test_memory_that_changed_after_the_trainer_hashed_it_is_caught(near, checkpo
     assert (
         report.fell_back is None
         and report.files_because
-        == "1 tensors in memory are not those that the trainer wrote, such as "
-        "model.embed_tokens.weight"
+        == "1 tensors in memory differ from the trainer's, such as model.embed_tokens.weight"
     )
 
 
@@ -345,7 +345,7 @@ def test_one_weight_that_changed_on_the_way_is_caught(
     (folder / "fault.json").write_text(json.dumps({"tensor": tensor, "index": index, "add": add}))
     with pytest.raises(
         WeightSyncError,
-        match=r"what the server holds differs: \S+: 1 elements are not those of the files",
+        match=r"the server's weights differ: \S+: 1 elements are not those of the files",
     ):
         sync_weights(server, checkpoints[1])
     assert_closed(server)
@@ -365,7 +365,7 @@ def assert_closed(server):
 
 def test_old_weights_left_in_place_are_caught(server, checkpoints, folder):
     (folder / "fault.json").write_text(json.dumps({"old": True}))
-    with pytest.raises(WeightSyncError, match="what the server holds differs"):
+    with pytest.raises(WeightSyncError, match="the server's weights differ"):
         sync_weights(server, checkpoints[1])
     assert_closed(server)
     with pytest.raises(
@@ -376,12 +376,13 @@ def test_old_weights_left_in_place_are_caught(server, checkpoints, folder):
     assert_closed(server)
 
 
-def test_an_old_prefix_cache_is_caught(server, checkpoints, monkeypatch):
-    monkeypatch.setattr(sync, "reset_prefix_cache", lambda server: None)
+def test_an_old_prefix_cache_is_caught(server, started, checkpoints):
+    forgetful = KeepsItsCache(
+        server.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key
+    )
     with pytest.raises(WeightSyncError, match="greedy token"):
-        sync_weights(server, checkpoints[1])
+        sync_weights(forgetful, checkpoints[1])
     assert_closed(server)
-    monkeypatch.undo()
     assert sync_weights(server, checkpoints[1]).proof.canary_max_difference < 1e-4
 
 

@@ -7,8 +7,6 @@ Only this sees what real processes exchange, and when.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import check_parity
@@ -16,6 +14,7 @@ import pytest
 import torch
 import yaml
 from support import watched_ranks
+from support.parallel_worker import finish
 from support.tiny_models import save_packs
 from support.training_steps import adapter_config, move_adapters, packed_rows, trained
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -115,6 +114,21 @@ def _requests(root: Path, name: str, settings: dict) -> dict:
     return {"model": start["model"], "settings": start}
 
 
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def _save_models(root: Path) -> None:
+    for family in ("qwen2-tied", "phi3", "gpt2"):
+        check_parity.make_folder(family, root / family)
+    wide = Qwen2ForCausalLM(Qwen2Config(vocab_size=96, num_key_value_heads=2, **WIDE))
+    wide.save_pretrained(root / "wide")
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, request):
     """name → what each process found, and the folder that its job wrote into."""
@@ -122,30 +136,13 @@ def found(tmp_path_factory, request):
     if request.config.getoption("short"):
         saved, handed_over = SHORT, ["fsdp"]
     root = tmp_path_factory.mktemp("turns")
-    for family in ("qwen2-tied", "phi3", "gpt2"):
-        check_parity.make_folder(family, root / family)
-    shape = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=96, num_key_value_heads=2, **shape)).save_pretrained(
-        root / "wide"
-    )
+    _save_models(root)
     save_packs(root, 3, 3)
     jobs = []
 
     def add(name, kind, processes, **more):
-        jobs.append(
-            {
-                "name": name,
-                "kind": kind,
-                "processes": processes,
-                "output_dir": str(root / name),
-                **more,
-            }
-        )
+        about = {"name": name, "kind": kind, "processes": processes}
+        jobs.append(about | {"output_dir": str(root / name)} | more)
 
     for name in sorted({name for name, _ in saved}):
         _saved_alone(root, name)
@@ -156,28 +153,11 @@ def found(tmp_path_factory, request):
     for world in handed_over:
         processes, settings = HANDED_OVER[world]
         add(f"turns/{world}", "turns", processes, **_requests(root, f"turns/{world}", settings))
-    model = str(root / "qwen2-tied")
-    add("late", "late", 2, model=model, who=0, dies=False, seconds=4.0, default_timeout=1.0)
-    add(
-        "too late",
-        "late",
-        2,
-        model=model,
-        who=0,
-        dies=False,
-        seconds=8.0,
-        settings={"collective_timeout": 2},
-    )
-    add("dead", "late", 3, model=model, who=1, dies=True, seconds=0.0)
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, watched_ranks.__file__, str(root / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=880)
-    errors = [
-        error.read_text()[-3000:]
-        for job in jobs
-        if (error := Path(job["output_dir"], "error.txt")).exists()
-    ]
-    assert done.returncode == 0 and not errors, "\n".join([done.stderr[-3000:], *errors])
+    late = {"model": str(root / "qwen2-tied"), "who": 0, "dies": False}
+    add("late", "late", 2, **late, seconds=4.0, default_timeout=1.0)
+    add("too late", "late", 2, **late, seconds=8.0, settings={"collective_timeout": 2})
+    add("dead", "late", 3, **late | {"who": 1, "dies": True}, seconds=0.0)
+    finish(watched_ranks.__file__, root, jobs)
     ranks = {job["name"]: sorted(Path(job["output_dir"]).glob("[0-9].json")) for job in jobs}
     return {
         name: [json.loads(path.read_text()) for path in paths] for name, paths in ranks.items()

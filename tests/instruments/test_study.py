@@ -314,7 +314,7 @@ def test_a_step_of_learning_rate_0_is_named(model_folder, tmp_path, capsys):
     assert main(["study", str(folder), "--sequences", "16"]) == 0
     found = json.loads((folder / "study" / "study.json").read_text())
     assert (found["unmoved"], [one["iteration"] for one in found["steps"]]) == ([1], [2])
-    assert "Left out: steps of iterations 1 that moved nothing." in capsys.readouterr().out
+    assert "Left out: steps of iterations 1, which moved nothing." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_the_first_lines_say_what_was_measured(measured, said):
     entropy = {"rao_blackwell": {"value": 2.0, "error": 0.1}}
     found = {"global_step": 7, "lr": 1e-3, "entropy": entropy, "sweep": [own, own | {"eta": 4e-3}]}
     text = headline(found | {"linear_regime": (1e-3, 4e-3)})
-    assert text.startswith("What optimizer step 7 did to the entropy of whole answers")
+    assert text.startswith("The effect of optimizer step 7 on the entropy of whole answers")
     assert said in text
     assert text.endswith(
         "The gradient predicts -0.05, and is right within 10% up to 4 learning rates."
@@ -580,7 +580,7 @@ def test_without_matplotlib_the_command_says_so(run, monkeypatch, capsys):
         monkeypatch.delattr(f"ttrl.instruments.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["study", str(run)]) == 2
-    assert "drawn with matplotlib" in capsys.readouterr().err
+    assert "draws pictures with matplotlib" in capsys.readouterr().err
 
 
 def test_every_step_of_every_iteration(two_steps, capsys):
@@ -659,7 +659,7 @@ def test_the_command(run, tmp_path, capsys):
     ]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert said.startswith("What optimizer step 2 did to the entropy of whole answers")
+    assert said.startswith("The effect of optimizer step 2 on the entropy of whole answers")
     assert "true step: cosine" in said and "Entropy of an answer" in said and "ESS" in said
     found = json.loads((tmp_path / "study" / "study.json").read_text())
     assert len(found["sweep"]) == 2 and math.isfinite(found["curvature"])
@@ -708,7 +708,7 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
     assert (
         [one["iteration"] for one in found["steps"]] == [1, 2]
         and found["gone"] == [3]
-        and "iterations 3 started" in said
+        and "starting checkpoints of iterations 3" in said
     )
     own = study(run, sequences=24, factors=[1.0], dtype="fp64")
     assert (
@@ -722,7 +722,7 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
         one["measured"] * one["first"] > 0 for one in linear
     )
     assert f"in {found['right']} of 2 steps" in said
-    assert said.startswith("How each optimizer step changed the entropy of whole answers")
+    assert said.startswith("The change of the entropy of whole answers by each optimizer step")
     assert "before the first of 2 steps to" in said
     assert (folder / "study" / "steps.png").read_bytes().startswith(b"\x89PNG")
     assert main(["study", str(folder), "--factors", "1"]) == 2

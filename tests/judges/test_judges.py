@@ -148,8 +148,8 @@ def test_a_judge_that_fails_fails_the_sample(server: Server) -> None:
     samples = sampled(Judge(model="j", base_url=server.url, rubric="r"), n=2)
     assert samples[0].reward == 1.0 and samples[1].reward is None
     assert (
-        "2 times, and did not end with one line, Score: N, where N is a number from 0 to 10; it "
-        "ended 'S"
+        "the judge j did not end with one line, Score: N, where N is a number from 0 to 10 in 2 "
+        "tries; its last answer ended 'S"
     ) in samples[1].error
     server.behaviour = lambda body: 400
     (sample,) = sampled(Judge(model="j", base_url=server.url, rubric="r"), n=1)
@@ -309,7 +309,7 @@ def test_scores_that_cannot_be_read(server: Server, text: str) -> None:
     server.behaviour = lambda body: text
     samples = sampled(group_grader=Ranking(model="j", base_url=server.url, rubric="r"))
     assert all(
-        "2 times, and did not end with one line of JSON, with 4 scores from 0 to 1" in s.error
+        "did not end with one line of JSON, with 4 scores from 0 to 1 in 2 tries" in s.error
         for s in samples
     )
 

@@ -188,13 +188,13 @@ def test_each_machine_has_a_number_of_its_own(port):
     assert [leads for leads, rank, _ in ranks if rank == 0] == [True] and {
         world for *_, world in ranks
     } == {3}
-    with pytest.raises(RendezvousTimeoutError, match="all 3 machines are there already"):
+    with pytest.raises(RendezvousTimeoutError, match="all 3 machines have joined already"):
         meeting(port, False).next_rendezvous()
 
 
 def test_a_machine_that_does_not_come_is_named_as_torchrun_does(port):
     """`ttrl.launch.trainer` looks for the error's name."""
-    with pytest.raises(RendezvousTimeoutError, match="1 of 2 machines were there in time"):
+    with pytest.raises(RendezvousTimeoutError, match="only 1 of 2 machines joined in time"):
         meeting(port, True, nodes=2, timeout=1).next_rendezvous()
     with pytest.raises(RendezvousTimeoutError, match=re.escape("127.0.0.1:")):
         meeting(port, False, nodes=2, timeout=1).next_rendezvous()

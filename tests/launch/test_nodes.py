@@ -19,8 +19,8 @@ def config(**settings) -> TrainConfig:
         ({"nproc_per_node": 2}, None),
         ({"nnodes": 2, "cluster": "auto"}, None),
         ({"nnodes": 0}, "nnodes is 0; it must be at least 1"),
-        ({"nnodes": 2}, "nnodes is 2, which needs a Ray cluster"),
-        ({"nnodes": 2, "cluster": "auto", "trainer": "once"}, "needs trainer: resident"),
+        ({"nnodes": 2}, "nnodes is 2, but that needs a Ray cluster"),
+        ({"nnodes": 2, "cluster": "auto", "trainer": "once"}, "set trainer to 'resident'"),
     ],
 )
 def test_settings(settings, expected):

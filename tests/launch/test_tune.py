@@ -79,7 +79,7 @@ def test_torchrun_and_another_recipe_and_log(tmp_path, recipe):
 
 def test_success_without_a_checkpoint_is_no_success(tmp_path, recipe):
     recipe.runs("print('nothing to do')")
-    with pytest.raises(TrainerError, match="left no checkpoint in"):
+    with pytest.raises(TrainerError, match="holds no checkpoint"):
         tune({"output_dir": str(tmp_path)}, tmp_path / "grpo.yaml")
 
 
@@ -117,7 +117,7 @@ def test_an_exception_shows_its_traceback(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(9, "killed by signal 9, perhaps for want of memory"), (11, r"killed by signal 11\)")],
+    [(9, "killed by signal 9, perhaps out of memory"), (11, r"killed by signal 11\)")],
 )
 def test_a_signal_is_named(tmp_path, number, text):
     with pytest.raises(TrainerError, match=text):

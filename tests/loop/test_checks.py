@@ -87,13 +87,13 @@ TASKS = [
             {"chat_template": "not/there.jinja", "server": {"chat_template": "x", "port": 1}},
             [
                 "chat_template not/there.jinja: the file cannot be read: No such file",
-                "chat-template is the setting chat_template",
+                "chat-template: use the setting chat_template",
                 "port is set by ttrl",
             ],
         ),
         (
             {"servers": 0, "nnodes": 2, "tasks_per_iteration": 64},
-            ["nobody would sample", "needs a Ray cluster", "there are only 2 tasks"],
+            ["no server would sample", "needs a Ray cluster", "there are only 2 tasks"],
         ),
         (
             {"mirror": " ", "advantage_clip": 0, "model": "a/folder/deep/down"},
@@ -136,12 +136,11 @@ def test_a_misspelt_setting_is_not_missing_too():
 def test_a_config_is_made_by_names():
     with pytest.raises(ConfigError) as caught:
         TrainConfig("runs/x", model="tiny", iterations=0)
-    assert (
-        caught.value.problems[0]
-        == "'runs/x' stands alone; settings are given by name, such as run=…"
-    )
+    assert caught.value.problems[0] == "'runs/x' has no name; write settings by name, such as run=…"
     assert "iterations is 0" in caught.value.problems[2] and len(caught.value.problems) == 3
-    with pytest.raises(ConfigError, match=r"it is of type dict; make it with ttrl.TrainConfig"):
+    with pytest.raises(
+        ConfigError, match=r"the config is of type dict; make it with ttrl.TrainConfig"
+    ):
         train(RIGHT, TASKS)
 
 
@@ -164,7 +163,7 @@ def test_tests_that_a_program_can_read_are_no_training_reward():
     config = TrainConfig(**RIGHT)
     with pytest.raises(
         ConfigError,
-        match=r"1 of 3 tasks \(such as 'x/1'\) are for evaluation alone.*give them as "
+        match=r"1 of 3 tasks \(such as 'x/1'\) are for evaluation only.*give them as "
         r"validation_tasks",
     ):
         checks.checked(config, [*TASKS, *for_evaluation], [], model=False)
@@ -180,7 +179,7 @@ def test_tests_that_a_program_can_read_are_no_training_reward():
     )
     for wrapped in within:
         with pytest.raises(
-            ConfigError, match=r"1 of 3 tasks \(such as 'x/2'\) are for evaluation alone"
+            ConfigError, match=r"1 of 3 tasks \(such as 'x/2'\) are for evaluation only"
         ):
             checks.checked(
                 config,

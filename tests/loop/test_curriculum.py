@@ -287,7 +287,7 @@ def test_what_is_wrong_with_levels_is_said_at_once():
     with pytest.raises(ConfigError) as caught:
         checked(config, given, [], problems=["another"])
     assert caught.value.problems == [
-        "another", "tasks_per_iteration is 4, but the lowest level, with which a run begins, has only 3 " "tasks",
+        "another", "tasks_per_iteration is 4, but the lowest level, the first of the run, has only 3 " "tasks",
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         TrainConfig(run="r", model="tiny", curriculum="yes", level_up_at="high").check("config")

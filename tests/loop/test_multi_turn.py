@@ -129,7 +129,7 @@ def test_a_run_of_conversations(talking):
     assert len(world.asked) == before
     with pytest.raises(
         TaskError,
-        match="6 of 6 have no grader, such as 'game/0', as their rollout returns the reward",
+        match="6 of 6 have no grader, such as 'game/0': their rollout returns the reward",
     ):
         replay(world.run, tasks=games(), quiet=True)
 

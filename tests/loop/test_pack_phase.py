@@ -27,19 +27,19 @@ def pack_of(world) -> PackedTensors:
             "drop",
             {"too_long": 2},
             "2 too long",
-            "Samples were longer than a row of seq_len: 2 (too long, left out).",
+            "Samples were longer than a row (seq_len): 2 (too long, left out).",
         ),
         (
             "truncate",
             {"too_long": 0, "truncated": 2},
             "2 cut off",
-            "Samples were longer than a row of seq_len: 2 (cut off).",
+            "Samples were longer than a row (seq_len): 2 (cut off).",
         ),
         (
             "extend",
             {"too_long": 0, "extended": 2},
             "2 in longer rows",
-            "Samples were longer than a row of seq_len: 2 (in longer rows).",
+            "Samples were longer than a row (seq_len): 2 (in longer rows).",
         ),
     ],
 )
@@ -56,7 +56,7 @@ def test_samples_longer_than_a_row(long_world, capsys, too_long, dropped, said, 
 
 
 def test_too_long_can_end_the_run_and_be_put_right(long_world):
-    with pytest.raises(PackError, match="2 of 8 samples are too long; raise seq_len to at least"):
+    with pytest.raises(PackError, match=r"2 of 8 samples are too long\. Raise seq_len to at least"):
         long_world.train(iterations=1, seq_len=40, too_long="error", validation=[])
     long_world.train(iterations=1, seq_len=40, too_long="drop", validation=[])
     assert len(pack_of(long_world).samples) == 6

@@ -249,7 +249,7 @@ def test_killed_it_goes_back_to_the_last_that_was_written_and_samples_nothing_ag
 @pytest.mark.parametrize(
     ("more", "cause"),
     [
-        ({}, "rows and settings are the same, so another processor"),
+        ({}, "rows and settings are the same, so the cause is another processor"),
         ({"num_threads": 2}, "since then, num_threads was 1 and is 2"),
         ({"device": "cuda"}, None),
     ],
@@ -267,7 +267,7 @@ def test_other_bits_than_servers_had_end_the_run(more, cause, world, beside, cap
     beside.bits[5] = " another"
     world.events.clear()
     said = (
-        r"iteration 5 was trained again, and 1 of 2 tensors are not, bit for bit, those that .* "
+        r"iteration 5 was trained again, and 1 of 2 tensors differ from the servers' earlier .* "
         r"such as head: "
     )
     if cause is None:
@@ -453,10 +453,10 @@ def test_an_iteration_is_done_again_whose_start_was_not_written(world, beside, m
     [
         ({"weight_sync": "reload"}, "servers read the files of each iteration"),
         ({"training": {"lora_rank": 4}}, "an adapter's files are small"),
-        ({"trainer": "once"}, "gone by then"),
+        ({"trainer": "once"}, "ended by then"),
         ({"cache": ["somewhere"]}, "cache"),
         ({"joined_servers": ["http://10.0.0.7:8000"]}, "joined servers"),
-        ({"keep_every": 7}, "multiple of save_every"),
+        ({"keep_every": 7}, "multiples of save_every"),
     ],
 )
 def test_where_files_are_needed_it_is_refused(world, settings, what, monkeypatch):

@@ -274,7 +274,7 @@ def test_unfinished_groups_of_tasks_that_are_gone_are_dropped(world, sampler):
 
 
 def test_a_staleness_limit_needs_a_budget(world):
-    with pytest.raises(ConfigError, match="max_staleness is given without tokens_per_iteration"):
+    with pytest.raises(ConfigError, match="max_staleness is set without tokens_per_iteration"):
         world.train(max_staleness=2)
     with pytest.raises(ConfigError, match="tokens_per_iteration"):
         world.train(tokens_per_iteration=0)

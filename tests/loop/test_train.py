@@ -121,7 +121,7 @@ def test_requests_are_logged_where_the_run_says_so(world):
     [
         ({"alpha": 2.0}, "early_stop: alpha is 2.0"),
         ({"beta": 1.0}, "early_stop: unknown key 'beta'"),
-        ({}, "early_stop is given with tokens_per_iteration"),
+        ({}, "early_stop is set with tokens_per_iteration"),
     ],
 )
 def test_an_early_stop_that_cannot_be_is_refused(world, early_stop, problem):
@@ -225,7 +225,7 @@ def test_every_third_policy_is_validated_besides_the_first_and_the_last(world):
 
 def test_an_unknown_validation_metric_is_named_in_the_line(world, capsys):
     world.train(validation_metric="rigth", iterations=1)
-    assert "no held-out metric 'rigth' (there are: reward, right)" in capsys.readouterr().out
+    assert "no held-out metric 'rigth' (known: reward, right)" in capsys.readouterr().out
 
 
 def test_the_best_checkpoint_outlives_pruning_and_the_rest_does_not(world):
@@ -250,7 +250,9 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     assert (
         lines[0].startswith("weight_sync: memory (") and len(lines) == 11 and "entropy" in lines[6]
     )
-    assert lines[1].startswith("tool calls: no parser, as its chat template does not show tools")
+    assert lines[1].startswith(
+        "tool calls: no parser, because its chat template shows the model no tools"
+    )
     assert lines[7].startswith("held-out reward: start ") and re.fullmatch(
         r"advantages .* to .*; .* reward/s", lines[8]
     )
@@ -409,7 +411,7 @@ def test_every_problem_of_a_config_at_once(world):
         ({"sampling": {"stopp": "x"}}, r"sampling: params\['stopp'\] .*did you mean 'stop'"),
         ({"sampling": {"extra_body": 5}}, "extra_body"),
         ({"server": {"port": 80}}, "server: extra_args: port is set by ttrl"),
-        ({"server": {"model": Path("x")}}, "server holds what config.yaml cannot"),
+        ({"server": {"model": Path("x")}}, "server holds"),
         ({"training": {"seed": 3}}, "training: 'seed' is set by the loop"),
         ({"tasks_per_iteration": 7}, "tasks_per_iteration is 7, but there are only 6 tasks"),
         ({"dtype": "fp16"}, "one of 'auto', 'fp32', 'bf16'"),
@@ -535,7 +537,8 @@ def test_a_run_with_a_chat_template_starts_from_a_model_that_has_it(world, tmp_p
     assert RunFolder(world.run).config()["chat_template"] == TEMPLATE
     assert result.checkpoint.is_dir()
     assert (
-        "tool calls: no parser, as its chat template does not show tools" in capsys.readouterr().out
+        "tool calls: no parser, because its chat template shows the model no tools"
+        in capsys.readouterr().out
     )
     file.write_text(TEMPLATE + "{# changed #}")
     with pytest.raises(

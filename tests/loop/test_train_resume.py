@@ -330,7 +330,7 @@ def test_another_config_is_refused_with_the_differences(world):
     world.train(iterations=1, sampling={"stop": ("x", "y")})
     with pytest.raises(
         RunFolderError,
-        match=r"(?s)- temperature: 1\.0.*\+ temperature: 0\.5.*Choose another run folder",
+        match=r"(?s)- temperature: 1\.0.*\+ temperature: 0\.5.*choose another run folder",
     ):
         world.train(iterations=1, temperature=0.5, sampling={"stop": ("x", "y")})
     # A tuple is a list in YAML: the same config.
@@ -373,7 +373,7 @@ def test_a_run_of_before_held_out_samples_were_greedy_goes_on_as_it_was_begun(wo
     world.temperatures.clear()
     world.train(iterations=2, temperature=0.7)
     assert world.temperatures == {"held-out": {0.7}, "task": {0.7}}
-    assert "held-out samples are drawn at temperature 0.7" in capsys.readouterr().out
+    assert "held-out samples use temperature 0.7" in capsys.readouterr().out
     assert "validation_temperature: 0.7\n" in path.read_text()
 
 

@@ -231,7 +231,7 @@ def test_without_held_out_tasks_the_training_metrics_count():
     (finding,) = findings(rows, CONFIG)
     assert (
         finding.title
-        == "The training reward rises, from 0.05 to 0.24, but what stays near 0 is right (0)."
+        == "The training reward rises from 0.05 to 0.24, but these metrics stay near 0: right (0)."
     )
 
 
@@ -341,13 +341,13 @@ def test_wrong_answers_are_told_with_what_would_have_been_right():
     rows = put(rows, "metrics", {"lenient": 0.31, "letters": 17.0, "strict": 0.0, "valid": 0.5})
     rows = put(put(rows, "rollouts.ended_reward", 0.4), "rollouts.truncated_reward", 0.0)
     titles = {finding.key: finding.title for finding in findings(rows, CONFIG)}
-    assert titles["truncated"].endswith("Their mean reward is 0, that of the others 0.4.")
-    said = "A lenient grader would call 31% of all samples right. The grader's metrics: valid 0.5."
+    assert titles["truncated"].endswith("Their mean reward is 0; the others' is 0.4.")
+    said = "A lenient grader would accept 31% of all samples. The grader's metrics: valid 0.5."
     assert titles["too_hard"].endswith(said)
     for row in rows[1:]:
         row["metrics"] = {"lenient": 0.0}
     titles = {finding.key: finding.title for finding in findings(rows, CONFIG)}
-    assert titles["too_hard"].endswith("A lenient grader would call 0% of all samples right.")
+    assert titles["too_hard"].endswith("A lenient grader would accept 0% of all samples.")
 
 
 def test_the_gravest_comes_first():

@@ -286,7 +286,7 @@ def changed(checkpoint, tmp_path, weights=None, config=None):
         ),
         ({}, {"n_kv_head": 1}, "n_kv_head is 1 and n_head 2"),
         ({}, {"window_pattern": "SX"}, "window_pattern is 'SX'"),
-        ({}, {"n_embd": "wide"}, "no model_config as nanochat writes it"),
+        ({}, {"n_embd": "wide"}, "its model_config is not nanochat's"),
         ({}, {"vocab_size": 300}, "give the model's own tokenizer"),
     ],
 )
@@ -307,4 +307,4 @@ def test_the_command(checkpoint, tmp_path, capsys, monkeypatch):
     assert main(["models", "convert", "nanochat", str(checkpoint)]) != 0
     assert "exists and is not empty" in capsys.readouterr().err
     assert main(["models", "convert", "nanochat", str(tmp_path / "nowhere")]) != 0
-    assert "they are called model_NNNNNN.pt" in capsys.readouterr().err
+    assert "their names are model_NNNNNN.pt" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def test_what_users_type(typed, count, name, gigabytes):
 
 
 def test_a_name_that_is_not_known_is_refused_with_those_that_are():
-    with pytest.raises(UserError, match=r"gpu 'H900' is not known; known are .*H100.* 1x24GB"):
+    with pytest.raises(UserError, match=r"gpu 'H900' is unknown; choose one of .*H100.* 1x24GB"):
         gpu_named("H900")
     with pytest.raises(UserError, match=r"gpu 'Tesla V100' computes no bf16.* capability 8\.0"):
         gpu_named("Tesla V100")
@@ -269,5 +269,5 @@ def test_a_child_that_fails_is_told(monkeypatch):
     with pytest.raises(UserError, match=r"cannot use the GPU: RuntimeError: driver too old; `ttrl"):
         in_child("raise RuntimeError('driver too old')")
     monkeypatch.setattr("ttrl.system.gpus._SECONDS", 0.2)
-    with pytest.raises(UserError, match=r"did not answer within 0\.2 s"):
+    with pytest.raises(UserError, match=r"did not report the GPU within 0\.2 s"):
         in_child("import time; time.sleep(60)")

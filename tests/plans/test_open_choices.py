@@ -139,7 +139,7 @@ def test_the_plan_agrees(tmp_path):
     small = plan(config, gpu="RTX4090")
     [refusal] = [line for line in small.warnings if line.startswith("does not fit")]
     assert refusal.startswith("does not fit: the trainer needs") and "what would fit" in refusal
-    assert "on which it does not fit even so" in str(small) and "even so" not in str(made)
+    assert "but even so it does not fit" in str(small) and "even so" not in str(made)
     assert not plan(dataclasses.replace(config, device="cpu")).chosen
 
 
@@ -176,7 +176,8 @@ def test_a_trainer_that_works_in_a_host_too_small_for_it_is_refused():
     ample, small = (choose(model, config, [80 * GB], host=host * GB) for host in (300, 60))
     assert ample.problem is None
     assert re.search(
-        r"cpu_offload needs .* GiB of the machine's own memory, which has 55\.9 GiB", small.problem
+        r"cpu_offload needs .* GiB of the machine's own memory, but that is 55\.9 GiB",
+        small.problem,
     )
     parked = choose(model, config_of(training={"lora_rank": 32}), [80 * GB], host=30 * GB)
     assert parked.problem is None  # read from files instead
@@ -189,7 +190,7 @@ def test_it_is_said_where_save_every_has_to_give_way(tmp_path, monkeypatch, caps
     made = _chosen(dataclasses.replace(config_of(save_every=5), model=str(tmp_path)), {}, Console())
     assert made.resolved(cuda=True).save_every == 1
     line = (
-        r"note: save_every is 1, not 5, as servers read the files of each iteration: without "
+        r"note: save_every is 1, not 5, because servers read the files of each iteration: without "
         r"files, .* machine's 27\.9 GiB"
     )
     assert re.search(line, capsys.readouterr().out)
@@ -355,7 +356,7 @@ def test_what_a_sleeping_server_keeps_counts_next_to_the_trainer(
     assert re.search(r"a sleeping server keeps .* GiB, .*; 5% must stay free", refused.problem)
     assert "leave out " in choose(MODELS[name], before, [size * GB] * count).problem
     larger = [refused.trainer / 0.94] * count
-    assert "weight_sync: restart, so that" in choose(MODELS[name], before, larger).problem
+    assert "weight_sync: restart, to leave nothing" in choose(MODELS[name], before, larger).problem
     made = choose(MODELS[name], config_of(seq_len=row, training=settings), [size * GB] * count)
     assert made.problem is None and value_of(made.config, "training.activation_offloading")
     assert made.kept > 1.2 * GB and made.trainer + made.kept <= 0.95 * size * GB
@@ -396,7 +397,7 @@ def test_servers_on_several_gpus_give_nccls_buffers_back_to_sleep(monkeypatch):
     assert value_of(made.config, "server.tensor_parallel_size") == 2 and value is True
     assert (
         made.reasons["server.enable_nccl_comm_suspend"]
-        == "sleeping servers free the buffers of NCCL"
+        == "frees NCCL's buffers in sleeping servers"
     )
     against, value = chosen(server={"enable_nccl_comm_suspend": False})
     assert value is False and against.kept - made.kept > 5 * GB
@@ -467,7 +468,7 @@ def test_a_cache_that_holds_fewer_samples_gets_fewer_sequences():
     short, made = sequences(max_tokens=512)
     long, _ = sequences(max_tokens=2048)
     assert 64 <= long < short < 256
-    assert "no room for more of 371 tokens" in made.reasons["server.max_num_seqs"]
+    assert "room for no more of 371 tokens" in made.reasons["server.max_num_seqs"]
     serving = serving_of(MODELS["qwen2.5_7b"], made.config, cuda=True, memory=24 * GB)
     room = value_of(made.config, "server.gpu_memory_utilization") * 24 * GB
     room -= sum(server_memory(MODELS["qwen2.5_7b"], serving).values())
@@ -591,7 +592,7 @@ def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
     gpus[:] = [1e6]
     events = list(world.events)
     with pytest.raises(
-        ConfigError, match=r"nproc_per_node is 2, but this machine has 1 GPU.* begin another one"
+        ConfigError, match=r"nproc_per_node is 2, but this machine has 1 GPU.* start a new run"
     ):
         world.train(device="cuda", iterations=3)
     with pytest.raises(ConfigError, match="does not fit"):

@@ -121,7 +121,9 @@ def test_a_hybrid_says_which_layers_attend(tmp_path):
 
 def test_a_model_that_is_counted_as_dense_for_want_of_better_is_named(tmp_path):
     made = planned(tmp_path, model_type="olmo")
-    assert any("'olmo' is not known to the planner" in warning for warning in made.warnings)
+    assert any(
+        "the planner does not know the model type 'olmo'" in warning for warning in made.warnings
+    )
 
 
 # What an iteration consists of
@@ -203,7 +205,7 @@ def test_a_prompt_without_a_chat_has_one_beginning_of_text(prompt, expected):
 def test_a_template_that_refuses_a_task_is_named(world, tmp_path):
     model = shutil.copytree(world.config().model, tmp_path / "refusing")
     (model / "chat_template.jinja").write_text("{{ raise_exception('no such question') }}")
-    said = "task 'task/0': the model's chat template cannot write its messages .*no such question"
+    said = "task 'task/0': the model's chat template cannot render its messages .*no such question"
     with pytest.raises(UserError, match=said):
         plan(world.config(tasks_per_iteration=1, model=str(model)), world.tasks(1))
 
@@ -389,9 +391,11 @@ def test_weights_through_memory(big):
         and asked[1].disk["most"] <= asked[0].disk["most"]
     )
     assert warned(
-        f"for {waits[0] + 0.1:.0f} s; save_every: 5 leaves {(waits[0] + 0.1) / 5:.0f} s", asked[0]
+        f"takes {waits[0] + 0.1:.0f} s longer than the next iteration's sampling. save_every: 5 "
+        f"reduces this to {(waits[0] + 0.1) / 5:.0f} s",
+        asked[0],
     )
-    assert not warned("files hold up", files)
+    assert not warned("files delay", files)
     assert (
         plan(config_of(big, weight_sync="memory", training={"lora_rank": 8})).memory.held_out == 0
     )
@@ -454,10 +458,10 @@ def test_validation_is_counted_as_often_as_it_is_made(big):
         "120,384 samples"
     ) in more
     assert f"a validation {si_spaced(seldom.flops.validation)}FLOP" in said
-    assert "a share of what every 8 iterations take" in said and "a share of" not in more
+    assert "a share of the time of every 8 iterations" in said and "a share of" not in more
     assert warned(
-        "1,600 in a validation, and 256 in an iteration, with validate_every 1; validate_every: "
-        "25 makes",
+        "1,600 in a validation, and 256 in an iteration, with validate_every 1; with "
+        "validate_every: 25, they",
         always,
     )
     assert not warned("more held-out samples", seldom)
@@ -547,7 +551,8 @@ def test_measured_seconds_count_for_the_same_model_device_and_settings_alone(wor
     }.items():
         sources, made = planned(*arguments)
         assert sources == {"rough"} and any(
-            "do not count" in line and name in line for line in made["warnings"]
+            "the plan ignores the run's measured seconds" in line and name in line
+            for line in made["warnings"]
         )
     assert planned("--set", f"model={big}")[1]["completions_from"] == "other"
     config = read_planned(world.run, elsewhere=True).config
@@ -621,7 +626,7 @@ def test_what_does_not_fit_is_said_with_the_way_out(big):
         "gpu_memory_utilization", turns
     )
     assert warned(
-        "cannot even hold the weights; take a smaller model", made
+        "cannot even hold the weights; choose a smaller model", made
     ) and "1 GPU for servers, 1 for each" in str(turns)
     adapters = {"lora_rank": 8, "lora_base_dtype": "nf4"}
     small = plan(config_of(big, device="cuda", weight_sync="sleep", training=adapters), gpu="B200")
@@ -687,9 +692,9 @@ def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big, monkeypatch
     ("text", "changes"),
     [
         ("seq_len is 1024", {"seq_len": 1024, "max_tokens": 1024}),
-        ("more than the server's context", {"server": {"max_model_len": 512}, "max_tokens": 500}),
+        ("but the server's context is", {"server": {"max_model_len": 512}, "max_tokens": 500}),
         (
-            "rows are badly filled",
+            "% full; another seq_len",
             {
                 "tasks_per_iteration": 4,
                 "samples_per_task": 2,
@@ -702,7 +707,7 @@ def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big, monkeypatch
             {"tasks_per_iteration": 4, "samples_per_task": 2, "nproc_per_node": 64},
         ),
         (
-            "updates are made",
+            "so ttrl makes",
             {
                 "tasks_per_iteration": 2,
                 "samples_per_task": 2,
@@ -846,10 +851,10 @@ def test_the_command_on_a_run(world, capsys):
     ("text", "settings", "message"),
     [
         ("a: [", [], "cannot be read as a config"),
-        ("[1]", [], "a config is a mapping"),
-        ("a: 1", [], "neither a run's config nor a recipe's"),
+        ("[1]", [], "write a mapping of settings"),
+        ("a: 1", [], "has no setting of a run or of a recipe"),
         ("lr: 1e-4", [], "names no model"),
-        ("lr: 1e-4", ["modell=x"], "'modell' is a setting neither of a run nor of the recipe"),
+        ("lr: 1e-4", ["modell=x"], "neither a run nor a recipe has a setting 'modell'"),
         ("lr: 1e-4", ["model"], "write --set model=VALUE"),
         ("lr: -1", ["model=x"], "lr is -1"),
     ],
@@ -862,9 +867,9 @@ def test_what_is_no_config_is_refused(text, settings, message, tmp_path):
 
 
 def test_what_cannot_be_planned_is_said(big, tmp_path):
-    with pytest.raises(UserError, match="gpu 'H900' is not known; known are"):
+    with pytest.raises(UserError, match="gpu 'H900' is unknown; choose one of"):
         plan(config_of(big), gpu="H900")
-    with pytest.raises(ModelFolderError, match=r"there is no model folder or config.json there"):
+    with pytest.raises(ModelFolderError, match=r"no model folder, no config.json"):
         read_model_config(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="leave out gpu"):
         plan(config_of(big), gpu="h100", probe=True)
@@ -909,7 +914,7 @@ def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(
     monkeypatch.setattr(
         "ttrl.loop.train.local_model", lambda *_: pytest.fail("the model was fetched")
     )
-    with pytest.raises(ModelFolderError, match="its config asks for what ttrl does not compute"):
+    with pytest.raises(ModelFolderError, match="ttrl does not support this model"):
         train(config, [Task([{"role": "user", "content": "x"}], len)])
     assert not (tmp_path / "run").exists()
 
@@ -968,6 +973,6 @@ def test_a_chat_template_that_takes_all_time_or_memory_is_stopped(
     monkeypatch.setattr("ttrl.data.chat.rendering.RENDER_SECONDS", 0.2)
     task = Task(id="a", messages=[{"role": "user", "content": "x"}], grader=lambda _: 1.0)
     with pytest.raises(
-        UserError, match=f"task 'a': the model's chat template cannot write its messages .*{why}"
+        UserError, match=f"task 'a': the model's chat template cannot render its messages .*{why}"
     ):
         lengths.prompt_ids(task, tokenizer)

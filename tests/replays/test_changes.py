@@ -92,7 +92,7 @@ def test_the_text_fits_the_terminal():
     for width in (80, 100):
         text = changes_text(compared, width)
         assert max(map(len, text.splitlines())) <= width
-        assert "Tasks whose rewards changed the most, 5 of 7:" in text
+        assert "Tasks with the largest changes of reward, 5 of 7:" in text
 
 
 def test_one_line():

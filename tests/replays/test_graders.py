@@ -30,7 +30,7 @@ def test_rollouts_without_a_task(run):
     other = Task([{"role": "user", "content": "another question"}], inverse, id="task/0")
     with pytest.raises(
         TaskError,
-        match=r"1 task of iteration 1 is not among.*'task/0' \(for some there is a task of that id",
+        match=r"1 task of iteration 1 is not in .*'task/0' \(some ids match",
     ) as raised:
         run.replay(tasks=[*tasks_of(run, 1), other])
     assert "--skip-missing" in str(raised.value)
@@ -58,7 +58,7 @@ def test_rollouts_without_a_task(run):
     ("reference", "said"),
     [
         ("graders", "give module:name or path/to/file.py:name"),
-        ("nowhere_at_all:f", "there is no module 'nowhere_at_all'"),
+        ("nowhere_at_all:f", "no module 'nowhere_at_all'"),
         ("nowhere.py:f", "nowhere.py is not a file"),
         (
             "broken:f",
@@ -73,7 +73,10 @@ def test_rollouts_without_a_task(run):
         ("graders:strct", "did you mean 'strict'"),
         ("graders:number", "cannot be called"),
         ("graders:Class", "is a class; give an instance"),
-        ("graders:three", r"takes \(a, b, c\); a grader takes \(choice\), or \(choice, sample\)"),
+        (
+            "graders:three",
+            r"takes \(a, b, c\); a grader must take \(choice\) or \(choice, sample\)",
+        ),
         ("graders:named", r"takes \(choice, key\)"),
     ],
 )
@@ -108,7 +111,7 @@ def test_tasks_that_are_none(run, place):
 
 def test_grader_or_tasks(run):
     for arguments in ({}, {"grader": inverse, "tasks": tasks_of(run, 0)}):
-        with pytest.raises(UserError, match="only one of them"):
+        with pytest.raises(UserError, match="but not both"):
             run.replay(**arguments)
 
 
@@ -131,7 +134,7 @@ def test_chosen_iterations(run, wanted, numbers):
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ("4", "iterations 4 have no rollouts .* there are 1 to 3"),
+        ("4", "iterations 4 have no rollouts .* choose from 1 to 3"),
         ("3-1", "give numbers"),
         ("x", "give numbers"),
     ],

@@ -272,7 +272,7 @@ def test_what_was_graded_is_not_graded_again(run, place, tmp_path, capsys):
     assert len(calls) == 16
     result = replay(run.folder.path, grader="mine:grade")
     assert result.folder == first.folder and len(calls) == 24
-    assert "2 of 3 iterations graded before; --again grades anew" in capsys.readouterr().out
+    assert "2 of 3 iterations graded before; --again grades all again" in capsys.readouterr().out
     run.replay("mine:grade", again=True)
     assert len(calls) == 48
     place("mine", source.format("0.25"))
@@ -292,7 +292,7 @@ def test_other_rollouts_are_noticed(run, place):
     place("mine", "def grade(choice): return 0.5")
     run.replay("mine:grade")
     run.change(2, 0, text="maybe")
-    with pytest.raises(RunFolderError, match="made from other rollouts of iteration 2"):
+    with pytest.raises(RunFolderError, match="does not match iteration 2 of"):
         run.replay("mine:grade")
 
 

@@ -42,7 +42,7 @@ def test_training_goes_on_from_its_own_checkpoints(run, world, capsys):
     assert result.checkpoint == own / "0003/checkpoint"
     assert run.files() == before
     said = capsys.readouterr().out
-    assert "After iteration 1 the rollouts are another policy's (off-policy)" in said
+    assert "After iteration 1, the rollouts are off-policy" in said
     assert f"checkpoint: {result.checkpoint}" in said
     rows = read_jsonl(result.folder / "metrics.jsonl")
     assert [(row["iteration"], row["reward"], row["trained"]) for row in rows] == [
@@ -85,7 +85,7 @@ def test_training_from_the_checkpoints_of_the_run(run, world, capsys):
         str(iterations / "0002/state"),
     ]
     assert (
-        "each iteration from the checkpoint of the run that sampled its rollouts"
+        "each iteration from the run's own checkpoint of its sampling policy"
         in capsys.readouterr().out
     )
 
@@ -101,7 +101,7 @@ def test_the_starting_model_outlives_its_links(run, world):
         run.start.path / "done/prepare.json",
         marker | {"files": {"checkpoint/model.safetensors": "0" * 64}},
     )
-    with pytest.raises(RunFolderError, match=r"is not the model that .* started from"):
+    with pytest.raises(RunFolderError, match=r"is not the starting model of"):
         run.replay(inverse, train=True)
 
 
@@ -110,7 +110,7 @@ def test_checkpoints_that_are_gone(run, world):
     run.folder.prune(3, 2, None)
     with pytest.raises(
         RunFolderError,
-        match=r"of iteration 1, from which .*training can start at iteration 1, 3: choose",
+        match=r"of iteration 1, from which .*Training can start at iteration 1, 3: choose",
     ):
         run.replay(inverse, train=True, from_checkpoints=True)
     with pytest.raises(RunFolderError, match="of iteration 1, from which"):
@@ -180,7 +180,7 @@ class ForEvaluation:
 def test_no_policy_is_trained_on_grades_that_are_for_evaluation_alone(run):
     grader = ForEvaluation()
     with pytest.raises(
-        UserError, match="which is for evaluation alone: a program can read its tests"
+        UserError, match="this grader is for evaluation only: a program can read its tests"
     ):
         run.replay(lambda choice: grader(choice), train=True)
     run.replay(grader)

@@ -61,18 +61,18 @@ def test_runs_that_differ_by_their_seed_are_one_arm(tmp_path):
     )
     assert not found.notes
     alone = compare_runs(first)
-    assert len(alone.arms) == 1 and "nothing but their seeds" in alone.table()
+    assert len(alone.arms) == 1 and "differ only in their seeds" in alone.table()
 
 
 def test_what_cannot_be_compared_is_said(tmp_path):
     run = make_run(tmp_path / "run")
-    with pytest.raises(UserError, match="one run alone"):
+    with pytest.raises(UserError, match="only one run"):
         compare_runs([run])
     other = make_run(tmp_path / "other")
     (other / "metrics.jsonl").write_text(
         (other / "metrics.jsonl").read_text().replace("exact", "near")
     )
-    with pytest.raises(UserError, match="no held-out metric in common"):
+    with pytest.raises(UserError, match="share no held-out metric"):
         compare_runs([run, other])
     old = make_run(tmp_path / "old")
     rows = [json.loads(line) for line in (old / "metrics.jsonl").read_text().splitlines()]
@@ -184,7 +184,7 @@ def test_one_seed_and_few_tasks_are_said_first(tmp_path):
     assert "is better" not in text
     warned = [
         text.index("tell two runs apart, not their settings"),
-        text.index("only 12 held-out tasks: each of them is 0.083"),
+        text.index("only 12 held-out tasks: each is 0.083"),
     ]
     assert max(warned) < text.index(said) < text.index("95% interval")
     page = found.write_html(tmp_path / "page.html").read_text()

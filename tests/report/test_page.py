@@ -199,8 +199,8 @@ def test_the_noise_of_the_gradient_and_what_it_advises(tmp_path: Path) -> None:
     text = page_of(folder).text
     assert "Gradient noise scale" in text and "Noise from samples" in text and "sketch" not in text
     assert (
-        "4 prompts with 31 samples each (of those that have a signal) would have 1/1.6 of its "
-        "noise."
+        "a step of 4 prompts with 31 samples each (counting those with a signal) would have 1/1.6 "
+        "of its noise."
     ) in text
     write_lines(
         folder / "metrics.jsonl", [metrics_row(1, 0.5, gradient_noise=noise | {"gain": 1.01})]
@@ -210,7 +210,7 @@ def test_the_noise_of_the_gradient_and_what_it_advises(tmp_path: Path) -> None:
         folder / "metrics.jsonl",
         [metrics_row(n, 0.5, gradient_noise=noise | {"from_sketch": True}) for n in (1, 2)],
     )
-    assert "in a sketch of the gradient alone" in page_of(folder).text
+    assert "on a sketch of the gradient" in page_of(folder).text
 
 
 def test_pictures_of_studies_are_in_the_page(tmp_path: Path) -> None:

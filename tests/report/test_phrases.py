@@ -33,7 +33,7 @@ def test_summary_figures_and_what_stands_out_fit_the_terminal(tmp_path):
         text.startswith("Held-out reward rose from 0.25 to 0.75 in 3 iterations")
         and "Iterations" in text
     )
-    assert " ! In 90% of the groups every sample was wrong" in text
+    assert " ! In 90% of the groups, every sample was wrong" in text
 
 
 def test_the_headline_of_a_reward_names_what_is_solved(tmp_path):
@@ -44,7 +44,7 @@ def test_the_headline_of_a_reward_names_what_is_solved(tmp_path):
         tmp_path / "run",
         [{**row, "validation": {"right": 0.0, "words": 12.5 * n}} for n, row in enumerate(ends, 1)],
     )
-    assert "from 0.2 to 0.6 in 2 iterations. Held out, too: right 0% → 0%." in report_text(
+    assert "from 0.2 to 0.6 in 2 iterations. Also held out: right 0% → 0%." in report_text(
         tmp_path / "run"
     )
 
@@ -67,10 +67,10 @@ def test_a_folder_that_is_no_run_is_an_error_in_a_line(tmp_path, capsys):
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_what_a_run_says_writes_no_escapes_to_the_terminal(tmp_path, capsys, monkeypatch):
+def test_what_a_run_says_writes_no_escapes_to_the_terminal(tmp_path, capsys):
     """Names in it are those of whoever wrote the run folder."""
-    write_run(tmp_path / "run", rows(0))
-    monkeypatch.setattr("ttrl.report.phrases.report_text", lambda *_: "look \x1b]0;title\x07here")
+    named = {"look \x1b]0;title\x07here": 0.5}
+    write_run(tmp_path / "run", [{**row, "validation": named} for row in rows(0)])
     assert main(["report", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().err
     assert "here" in said and "\x1b" not in said and "\x07" not in said

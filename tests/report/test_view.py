@@ -134,25 +134,25 @@ def test_a_pack_may_be_given_by_itself(run: Path, tmp_path: Path) -> None:
         ),
         (
             ["RUN", "--pack", "1", "--rows", "8-99"],
-            r"--rows 8-99: 8-99 is not there; this pack has rows 0 to 9",
+            r"--rows 8-99: no row 8-99; this pack has rows 0 to 9",
         ),
         (
             ["RUN", "--rows", "one"],
-            r"--rows 'one': 'one' is neither a row nor a range of rows; give such as 3, or 0-7",
+            r"--rows 'one': 'one' is neither a row nor a range; give one such as 3, 0-7 or 0-3,8",
         ),
-        (["RUN", "--rows", "3-1"], r"--rows 3-1: 3-1 is not there"),
+        (["RUN", "--rows", "3-1"], r"--rows 3-1: no row 3-1;"),
         (["RUN", "--tokenizer", "RUN"], r"tokenizer.json: no tokenizer can be read from it"),
         (
             ["RUN/iterations/0001/packed.safetensors", "--pack", "1"],
-            r"is one pack; give the run folder to choose an iteration",
+            r"is a single pack; to choose iteration 1, give the run folder",
         ),
-        (["RUN/other.safetensors"], r"other.safetensors: there is no such file"),
+        (["RUN/other.safetensors"], r"other.safetensors does not exist"),
         (
             ["DAMAGED"],
-            r"packed.safetensors: cannot be read as safetensors .* damaged or incomplete, pack "
+            r"packed.safetensors cannot be read as safetensors .* damaged or incomplete, pack "
             r"again",
         ),
-        (["EMPTY"], r"empty: there is no packed.safetensors in any of its iterations"),
+        (["EMPTY"], r"empty: no iteration has a packed.safetensors"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(

@@ -12,5 +12,6 @@ def kit() -> type[Kit]:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     from ttrl.rollouts.scheduling import servers
+    from ttrl.rollouts.scheduling.server_state import Pauses
 
-    monkeypatch.setattr(servers, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(servers, "PAUSES", Pauses(first_retry=0.01))

@@ -21,7 +21,6 @@ from support import bad_server
 from ttrl.data.tokenization import TaskResultTokenizer, as_arrays
 from ttrl.errors import ServerDiedError, TokenizationError, UserError
 from ttrl.records import Endpoint
-from ttrl.rollouts import divided, worker
 from ttrl.rollouts.divided import divided_servers, get_divided_results
 from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.task_results import get_task_results
@@ -32,18 +31,14 @@ N = 3
 ARGUMENTS = {"n": N, "params": {"seed": 3}, "stall_timeout": 100.0, "pbar": False}
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(divided, "_PAUSE", 0.05)
-    monkeypatch.setattr(worker, "PATIENCE", 0.2)
-
-
 class Here:
     """A worker in this process, which can be killed, and is back when it is asked again unless it
     is `gone`.
     """
 
-    def __init__(self, name, dies_with=None, dies_after=None, tokenize=None):
+    def __init__(self, name, dies_with=None, dies_after=None, tokenize=None, **settings):
+        """settings: of its calls."""
+        self.settings = settings
         self.name, self.dies_with, self.dies_after, self.tokenize = (
             name,
             dies_with,
@@ -56,7 +51,8 @@ class Here:
         self.check()
         if call in self.calls:
             await self.calls.pop(call).close()
-        self.calls[call] = WorkerCall(cloudpickle.loads(cloudpickle.dumps(request)), self.tokenize)
+        given = cloudpickle.loads(cloudpickle.dumps(request))
+        self.calls[call] = WorkerCall(given, self.tokenize, **self.settings)
         await self.calls[call].start()
 
     async def work(self, call, jobs, more):
@@ -128,7 +124,8 @@ def call(tasks, workers, *, each=1, down=(), done=None, **arguments):
                 client=urls, model="m", on_task_done=done, **ARGUMENTS | arguments
             )
             began = time.monotonic()
-            return await get_divided_results(tasks, shares, given), time.monotonic() - began
+            results = await get_divided_results(tasks, shares, given, pause_seconds=0.05)
+            return results, time.monotonic() - began
 
     return asyncio.run(main())
 
@@ -176,23 +173,23 @@ def test_a_worker_that_never_comes_is_named_once_and_the_others_do_all(alone, ca
     results, _ = call(make_tasks(40), workers, each=2)
     assert seen(results) == seen(alone)
     assert [r.message for r in caplog.records if "b is gone" in r.message] == [
-        "b is gone; its 2 servers stand idle meanwhile"
+        "b is gone; its 2 servers are idle meanwhile"
     ]
 
 
-def test_a_worker_without_servers_leaves_its_tasks_to_others(alone, monkeypatch):
-    monkeypatch.setattr(worker, "AWAY_SECONDS", 0.3)
-    results, _ = call(make_tasks(40), [Here("a"), Here("b")], down=[0], max_downtime=30.0)
+def test_a_worker_without_servers_leaves_its_tasks_to_others(alone):
+    workers = [Here(name, away_seconds=0.3) for name in "ab"]
+    results, _ = call(make_tasks(40), workers, down=[0], max_downtime=30.0)
     assert seen(results) == seen(alone)
 
 
-def test_when_all_are_gone_it_ends_after_a_while(monkeypatch):
+def test_when_all_are_gone_it_ends_after_a_while():
     workers = [Here("a"), Here("b")]
     for one in workers:
         one.gone = True
     with pytest.raises(
         ServerDiedError,
-        match=r"no sampling worker has been at work for \d s; the last words: .* is gone",
+        match=r"no sampling worker has worked for \d s; the last error: .* is gone",
     ):
         call(make_tasks(4), workers, max_downtime=0.5)
 

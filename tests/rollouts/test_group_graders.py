@@ -93,7 +93,10 @@ def test_rollouts_are_graded_together_too() -> None:
 @pytest.mark.parametrize(
     ("grader", "message"),
     [
-        (lambda choices: [1.0], "returned [1.0] for 3 choices; it returns as many"),
+        (
+            lambda choices: [1.0],
+            "returned [1.0] for 3 choices; it must return one output per choice",
+        ),
         (lambda choices: 1.0, "returned 1.0 for 3 choices"),
         (lambda choices: "abc", "returned 'abc'"),
         (lambda choices: [1.0, 2.0, float("nan")], "the group_grader returned nan"),

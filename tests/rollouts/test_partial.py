@@ -8,6 +8,7 @@ tests/e2e/test_partial.py.
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -394,7 +395,7 @@ def test_the_models_context_is_a_length_too():
         choice = json.loads(answer.choice)
         assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "abcdef")
     assert server.bodies == []  # where nothing is left, nothing is asked
-    with pytest.raises(UserError, match="give max_tokens, as the server does not say"):
+    with pytest.raises(UserError, match="give max_tokens, because the server does not report"):
         asyncio.run(continue_answer(Server(script), request(), sample, max_tokens=None))
 
 
@@ -451,20 +452,20 @@ def test_parameters_travel_along():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty.*counts generated tokens"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty.*counts generated tokens"),
-        ({"bad_words": ["x"]}, "bad_words.*over the border"),
-        ({"top_logprobs": 2}, "top_logprobs.*keeps no alternatives"),
-        ({"response_format": {"type": "json_object"}}, "response_format.*begin anew"),
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.*begin anew"),
+        ({"presence_penalty": 0.5}, "presence_penalty.*no longer count the tokens"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty.*no longer count the tokens"),
+        ({"bad_words": ["x"]}, "bad_words.*across the cut"),
+        ({"top_logprobs": 2}, "top_logprobs.*stores no alternatives"),
+        ({"response_format": {"type": "json_object"}}, "response_format.*start over"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.*start over"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.*cannot be read"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget.*counted anew"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget.*start over"),
         (
             {"extra_body": {"repetition_detection": {"min_count": 3}}},
-            "repetition_detection.*generated tokens",
+            "repetition_detection.*no longer see the tokens",
         ),
-        ({"extra_body": {"brand_new": 1}}, "brand_new.*nothing is known"),
-        ({"min_tokens": 3, "stop": ["x"]}, "min_tokens together with stop"),
+        ({"extra_body": {"brand_new": 1}}, "brand_new.*does not know"),
+        ({"min_tokens": 3, "stop": ["x"]}, "min_tokens with stop"),
     ],
 )
 def test_what_cannot_be_continued_exactly_is_refused_before_anything_is_sent(params, message):
@@ -493,8 +494,7 @@ def test_samples_that_cannot_be_continued_are_named():
 
     def attempt(**changes):
         sample, _ = uncut(server, {"max_tokens": 9}, max_tokens=2)
-        for name, value in changes.items():
-            setattr(sample, name, value)
+        sample = dataclasses.replace(sample, **changes)
         return asyncio.run(continue_answer(server, request(max_tokens=9), sample, max_tokens=None))
 
     for changes, message in (
@@ -603,7 +603,7 @@ def test_versions_of_the_tokens():
     )
     assert sample.text == "text" and sample.token_ids == [2, 3, 5, 6, 7, 8]
     before = sample.to_json()
-    with pytest.raises(TokenizationError, match="does not begin with the 6 tokens"):
+    with pytest.raises(TokenizationError, match="does not begin with the 6 stored tokens"):
         extend(sample, answer_of(sample, [], token_ids=[2, 3, 5, 6, 7, 9]), 8)
     assert sample.to_json() == before
 

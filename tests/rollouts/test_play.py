@@ -403,7 +403,10 @@ def test_parts_that_are_no_text_cost_the_sample(kit):
 
     results, _ = kit.run(talking(replies, kit=kit), [Task(SYSTEM, rollout=show, id="t")])
     (sample,) = results.samples
-    assert "message 1 holds a part of type 'image_url'; the policy is trained on" in sample.error
+    assert (
+        "message 1 holds a part of type 'image_url'; send text only: the policy trains"
+        in sample.error
+    )
 
 
 def test_what_a_rollout_does_to_its_messages_changes_no_earlier_turn(kit):
@@ -558,10 +561,10 @@ async def nothing_to_answer(chat):
 def test_rollouts_that_fail_cost_their_samples_alone(kit):
     cases = [
         (raising, r"RolloutError: PLACE: the rollout raised KeyError: 'move'\n.*in raising", 1),
-        (silent, "RolloutError: PLACE: the rollout ended without a reply of the model", 0),
+        (silent, "RolloutError: PLACE: the rollout ended without asking the model", 0),
         (
             no_number,
-            "GraderError: PLACE: the rollout returned 'good'; a rollout returns a finite number",
+            "GraderError: PLACE: the rollout returned 'good'; a rollout must return a finite number",
             1,
         ),
         (
@@ -572,7 +575,7 @@ def test_rollouts_that_fail_cost_their_samples_alone(kit):
         (beyond_exceptions, "RolloutError: PLACE: the rollout raised .*OwnError: stop", 1),
         (
             beyond_floats,
-            "GraderError: PLACE: the rollout returned 1000.*; a rollout returns a finite number",
+            "GraderError: PLACE: the rollout returned 1000.*; a rollout must return a finite number",
             1,
         ),
         (
@@ -583,13 +586,14 @@ def test_rollouts_that_fail_cost_their_samples_alone(kit):
         ),
         (
             both_at_once,
-            "RolloutError: this chat is waiting for a reply; ask at the same time in a copy",
+            "RolloutError: this chat is waiting for a reply; for requests at the same time, use a "
+            "copy",
             0,
         ),
         (cancelled, "RolloutError: PLACE: the rollout raised .*CancelledError", 1),
         (
             no_coroutine,
-            "RolloutError: PLACE: the rollout is no coroutine function; write it as async def",
+            "RolloutError: PLACE: the rollout is not a coroutine function; write it as async def",
             0,
         ),
         (nothing_to_answer, "RolloutError: PLACE: there are no messages to answer", 0),
@@ -759,8 +763,8 @@ def test_a_rollout_that_asks_on_at_its_limit_holds_up_nobody(kit):
 @pytest.mark.parametrize(
     ("limits", "turns", "finish_reason", "said"),
     [
-        (RolloutLimits(turns=2), 2, "max_turns", "its 2 turns"),
-        (RolloutLimits(tokens=7), 2, "length", "its 7 tokens"),
+        (RolloutLimits(turns=2), 2, "max_turns", "its limit of 2 turns"),
+        (RolloutLimits(tokens=7), 2, "length", "its limit of 7 tokens"),
     ],
 )
 def test_limits_end_a_rollout_which_is_graded_as_it_is(kit, limits, turns, finish_reason, said):
@@ -780,7 +784,7 @@ def test_limits_end_a_rollout_which_is_graded_as_it_is(kit, limits, turns, finis
     )
     assert graded.turns[-1].finish_reason == "stop"
     assert without.reward is None and without.error.startswith(
-        "RolloutLimitError: task 'not', sample 0: the rollout has had"
+        "RolloutLimitError: task 'not', sample 0: the rollout reached its limit"
     )
     assert said in without.error and len(without.turns) == turns
     if limits.tokens:
@@ -808,7 +812,10 @@ def test_seconds_of_the_whole_rollout_end_it_wherever_it_is(kit, hangs):
     ]
     graded, without = kit.run(behaviour, tasks)[0].samples
     assert (graded.error, graded.reward, graded.finish_reason) == (None, 1.0, "max_seconds")
-    assert without.error == "RolloutLimitError: task 'not', sample 0: the rollout has had its 0.3 s"
+    assert (
+        without.error
+        == "RolloutLimitError: task 'not', sample 0: the rollout reached its limit of 0.3 s"
+    )
     with pytest.raises(TaskError, match="total_seconds is 0"):
         RolloutLimits(total_seconds=0)
 
@@ -967,7 +974,7 @@ def test_cancelling_the_call_cancels_its_rollouts(kit):
 
 def test_a_token_budget_is_refused(kit):
     with pytest.raises(
-        TaskError, match="task 't' has a rollout, which cannot be cut off by a token budget"
+        TaskError, match="task 't' has a rollout, and a token budget cannot cut off a rollout"
     ):
         kit.run(
             talking(replies, kit=kit), [Task(SYSTEM, rollout=two_turns, id="t")], token_budget=100

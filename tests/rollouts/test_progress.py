@@ -1,6 +1,7 @@
 """The line: shown where somebody watches, silent elsewhere, with true figures."""
 
 import asyncio
+import itertools
 import math
 import os
 import pty
@@ -34,15 +35,22 @@ def sample(reward, **changes):
     return Sample(**{**fields, **changes})
 
 
+class Clock:
+    """One that goes on when it is told to."""
+
+    time = 100.0
+
+    def __call__(self):
+        return self.time
+
+
 @pytest.fixture
-def clock(monkeypatch):
-    now = types.SimpleNamespace(time=100.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now.time)
-    return now
+def clock():
+    return Clock()
 
 
 def test_the_line_and_its_summary(clock):
-    bar = Progress(8, "d", None, Prices(1.0, 10.0))
+    bar = Progress(8, "d", None, Prices(1.0, 10.0), clock)
     assert bar.line(200) == "d 0/8 |                  | 0:00<?  0 tok/s  $0.00  0 tokens"
     bar.add_tokens(1500, prompt=1000)
     bar.add_tokens(700)
@@ -77,7 +85,8 @@ def test_it_moves_while_answers_that_come_whole_are_made():
         return 0.0 if finished == 1000 else 100.0 * len(asked)
 
     async def main():
-        with Progress(8, "d", screen) as bar:
+        # At each look at the clock the line is due.
+        with Progress(8, "d", screen, clock=itertools.count().__next__) as bar:
             stop = bar.keep_moving(in_flight, pause=0.01)
             while not any("  300 tokens" in line for line in lines):
                 await asyncio.sleep(0.01)
@@ -89,16 +98,14 @@ def test_it_moves_while_answers_that_come_whole_are_made():
             await asyncio.sleep(0.05)
             assert len(asked) == seen
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "REDRAW_SECONDS", 0.0)
-        asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 30))
     assert asked[0] == 0 and asked[-1] == 1000
     assert "1k new tokens" in lines[-1]
     assert Progress(8, "d", None).keep_moving(in_flight)() is None  # nobody looks: nothing is asked
 
 
 def test_what_matters_most_stays_in_narrow_terminals(clock):
-    bar = Progress(10, "iteration 3: sampling", None)
+    bar = Progress(10, "iteration 3: sampling", None, clock=clock)
     bar.add_sample(sample(0.25, metrics={"exact": 1.0}))
     bar.add_sample(sample(None))
     assert bar.line(60) == "iteration 3: sampling 2/10 0:00<0:00  reward 0.250  1 failed"
@@ -122,7 +129,7 @@ def test_a_line_is_never_wider_than_its_terminal(width, description, total, name
 
 
 def test_no_total(clock):
-    bar = Progress(None, "d", None)
+    bar = Progress(None, "d", None, clock=clock)
     bar.add_sample(sample(1.0))
     clock.time += 3700
     assert bar.line(200) == "d 1 1:01:40  reward 1.000  0 tok/s  0 tokens"
@@ -145,7 +152,7 @@ class Screen:
 
 def test_at_most_ten_lines_a_second_and_a_rate_that_moves(clock):
     screen = Screen()
-    with Progress(10_000, "d", screen) as bar:
+    with Progress(10_000, "d", screen, clock=clock) as bar:
         for _ in range(10_000):  # 10 s at 1,000 tokens/s, then 20 s at 100
             clock.time += 0.001
             bar.add_tokens(1)
@@ -248,7 +255,7 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch, capsys, clock):
         get_ipython=lambda: shell, display=types.SimpleNamespace(display=display)
     )
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    with Progress(2, "d", progress.screen()) as bar:
+    with Progress(2, "d", progress.screen(), clock=clock) as bar:
         for _ in range(2):
             clock.time += 1.0
             bar.add_sample(sample(0.5))

@@ -4,7 +4,6 @@ rollout.
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import os_calls
 
 from ttrl.rollouts.requests_log import RequestsLog
 from ttrl.system.files import read_jsonl
@@ -53,25 +53,23 @@ def test_a_line_says_what_was_asked_and_what_it_cost(tmp_path: Path) -> None:
     )
 
 
-def test_a_log_that_is_opened_while_another_one_writes_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_is_opened_while_another_one_writes_waits(tmp_path: Path) -> None:
     """It would take half a line for one that a killed process has left, and cut it off."""
-    first, second, write = RequestsLog(tmp_path / "log"), RequestsLog(tmp_path / "log"), os.write
+    first, second = RequestsLog(tmp_path / "log"), RequestsLog(tmp_path / "log")
     first.append(**LINE)
     other = threading.Thread(target=lambda: second.append(**LINE))
+    waits = []
 
-    def in_two_parts(descriptor: int, line: bytes) -> int:
-        half = write(descriptor, line[:50])
-        other.start()
-        other.join(0.1)
-        return half + write(descriptor, line[50:])
+    def meanwhile(path: str, *_: object) -> None:
+        if str(path) == str(first.path) and not waits:
+            other.start()
+            other.join(0.1)
+            waits.append(other.is_alive())
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", in_two_parts)
+    with os_calls.before("open", meanwhile):
         first.append(**LINE)
     other.join()
-    assert len(read_jsonl(first.path)) == 3
+    assert waits == [True] and len(read_jsonl(first.path)) == 3
 
 
 def test_threads_and_processes_write_whole_lines(tmp_path: Path) -> None:

@@ -1,16 +1,17 @@
 """Sample logs: readable, one file per sample whatever its task is called, and never in the way."""
 
+import errno
+import itertools
 import json
 import logging
 import math
-import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import os_calls
 
 from ttrl.records import Sample
-from ttrl.rollouts import sample_logs
 from ttrl.rollouts.client.assembly import LiveCompletion
 from ttrl.rollouts.client.wire import decoded_chunk
 from ttrl.rollouts.sample_logs import LiveAnswers, SampleLogs, file_name, sample_text
@@ -175,20 +176,14 @@ def test_what_cannot_be_written_is_told_once(tmp_path, caplog):
         logs.write(make())
         logs.write(make())
     assert logs.num_failed == 2
-    assert caplog.text.count("sampling goes on without") == 1
+    assert caplog.text.count("sampling continues without") == 1
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk(tmp_path, monkeypatch, caplog):
+def test_a_full_disk(tmp_path, caplog):
     logs = SampleLogs(tmp_path)
     path = logs.write(make(text="first"))
-
-    def write(self, data):
-        with open("/dev/full", "wb") as file:
-            file.write(data)
-
-    monkeypatch.setattr(type(path), "write_bytes", write)
-    logs.write(make(text="second"))
+    with os_calls.refused("os.rename", errno.ENOSPC, path):
+        logs.write(make(text="second"))
     assert logs.num_failed == 1 and "No space left on device" in caplog.text
     assert "first" in path.read_text()
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
@@ -200,13 +195,18 @@ def says(index, **delta):
     )
 
 
-def test_answers_are_in_their_files_while_they_come(tmp_path, monkeypatch):
+def often():
+    """A clock on which each chunk comes seconds after the one before."""
+    return itertools.count(step=10.0).__next__
+
+
+def test_answers_are_in_their_files_while_they_come(tmp_path):
     """Two samples of one request, one of them thinking first; then the request is made again, and a
     late chunk comes.
     """
-    monkeypatch.setattr(sample_logs, "LIVE_SECONDS", 0.0)
     logs, samples = SampleLogs(tmp_path / "logs"), [make(sample=k) for k in range(2)]
-    watch = LiveAnswers(logs, samples, [2, 3], [{"role": "user", "content": "How many?"}])
+    asked = [{"role": "user", "content": "How many?"}]
+    watch = LiveAnswers(logs, samples, [2, 3], asked, often())
     paths = [logs.path_of(sample, 2 + number) for number, sample in enumerate(samples)]
     completion = LiveCompletion(2, watch)
     completion.take(says(0, role="assistant"))
@@ -233,11 +233,12 @@ def test_answers_are_in_their_files_while_they_come(tmp_path, monkeypatch):
     assert "being sampled" not in paths[0].read_text() and "or so" not in paths[0].read_text()
 
 
-def test_the_newest_request_of_a_sample_has_its_file(tmp_path, monkeypatch):
+def test_the_newest_request_of_a_sample_has_its_file(tmp_path):
     """A rollout may ask twice at the same time."""
-    monkeypatch.setattr(sample_logs, "LIVE_SECONDS", 0.0)
     logs = SampleLogs(tmp_path)
-    first, second = (LiveCompletion(1, LiveAnswers(logs, [make()], [0], [])) for _ in range(2))
+    first, second = (
+        LiveCompletion(1, LiveAnswers(logs, [make()], [0], [], often())) for _ in range(2)
+    )
     for completion, text in (
         (first, "one "),
         (second, "two "),
@@ -248,11 +249,13 @@ def test_the_newest_request_of_a_sample_has_its_file(tmp_path, monkeypatch):
     assert logs.path_of(make(), 0).read_text().endswith("\ntwo and more")
 
 
-def test_files_are_written_about_once_a_second(tmp_path, monkeypatch):
+def test_files_are_written_about_once_a_second(tmp_path):
     clock = iter([0.0, 0.4, 0.9, 1.1])
-    monkeypatch.setattr(sample_logs.time, "monotonic", lambda: next(clock))
     logs = SampleLogs(tmp_path)
-    completion, seen = LiveCompletion(1, LiveAnswers(logs, [make()], [0], [])), []
+    completion, seen = (
+        LiveCompletion(1, LiveAnswers(logs, [make()], [0], [], clock.__next__)),
+        [],
+    )
     for letter in "abcd":
         completion.take(says(0, content=letter))
         seen.append(logs.path_of(make(), 0).read_text().rpartition("\n")[2])
@@ -268,7 +271,7 @@ def test_live_answers_that_cannot_be_written_cost_no_sample(tmp_path, caplog):
         completion.take(says(0, content="a"))
     assert (
         completion.choices[0].message.content == "a"
-        and caplog.text.count("sampling goes on without") == 1
+        and caplog.text.count("sampling continues without") == 1
     )
 
 

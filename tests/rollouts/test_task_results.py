@@ -584,7 +584,7 @@ def test_raise_if_all_failed(kit):
         ([task("x")], {"params": [1]}, UserError, "params is"),
         ([task("x")], {"params": {"temprature": 1}}, UserError, "did you mean 'temperature'"),
         ([task("x")], {"params": {"n": 3}}, UserError, "get_task_results"),
-        ([task("x")], {"params": {"stream": True}}, UserError, "streamed where on_chunk is given"),
+        ([task("x")], {"params": {"stream": True}}, UserError, "set on_chunk to stream"),
         ([task("x")], {"params": {"temperature": -1}}, UserError, "temperature"),
         ([task("x")], {"params": {"temperature": float("nan")}}, UserError, "temperature"),
         ([task("x")], {"params": {"top_p": 1.5}}, UserError, "top_p"),
@@ -716,5 +716,5 @@ def test_a_timeout_around_the_call_is_a_timeout_and_the_finished_tasks_are_there
 
 def test_groups_to_continue_have_the_n_of_the_call(kit):
     first = kit.run(kit.echo, [task("x")], n=2)[0]
-    with pytest.raises(UserError, match="has 2 samples, n is 4"):
+    with pytest.raises(UserError, match="has 2 samples, but n is 4"):
         kit.run(kit.echo, [task("x")], n=4, params={"max_tokens": 4}, unfinished=list(first))

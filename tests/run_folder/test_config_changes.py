@@ -3,9 +3,11 @@ remembered.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
+from support import os_calls
 
 from ttrl.errors import RunFolderError
 from ttrl.report.page import write_report
@@ -77,7 +79,7 @@ def test_another_number_of_threads_is_said_and_not_refused(tmp_path):
     folder = RunFolder(tmp_path)
     assert folder.remember_config(BEFORE) == []
     (note,) = folder.remember_config(BEFORE | {"num_threads": 8})
-    assert note.startswith("num_threads was 2 and is 8 now: sums are rounded otherwise")
+    assert note.startswith("num_threads was 2 and is 8 now: rounding changes")
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["num_threads"] == 8
 
 
@@ -103,15 +105,17 @@ def test_what_changed_is_remembered_with_the_iteration_from_which_it_holds(tmp_p
     assert [entry.changes for entry in history(tmp_path)][1:] == [{"iterations": [9, 10]}]
 
 
-def test_killed_between_history_and_config(tmp_path, monkeypatch):
+def test_killed_between_history_and_config(tmp_path):
     folder = RunFolder(tmp_path)
     folder.remember_config(BEFORE)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "ttrl.run_folder.folder.write_text", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
-        with pytest.raises(KeyboardInterrupt):
-            folder.remember_config(BEFORE | {"iterations": 4})
+
+    def killed(source, target, *_):
+        assert Path(target).name == "config.yaml"
+        raise KeyboardInterrupt
+
+    with os_calls.before("os.rename", killed), pytest.raises(KeyboardInterrupt):
+        folder.remember_config(BEFORE | {"iterations": 4})
+    assert len(history(tmp_path)) == 1
     folder.remember_config(BEFORE | {"iterations": 4})
     assert len(history(tmp_path)) == 1
 

@@ -1,8 +1,7 @@
 """The run folder: markers, the config, which checkpoint is the policy, and what pruning leaves."""
 
-import builtins
+import contextlib
 import errno
-import io
 import json
 import os
 from itertools import product
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support import os_calls
 from support.facts import mark
 
 from ttrl.errors import RunFolderError
@@ -51,7 +51,7 @@ def test_a_marker_says_what_was_said_and_what_was_written(tmp_path):
     assert content["phase"] == "train"
     known = {"checkpoint/a": "known from its writing", "elsewhere": "not written by this phase"}
     with pytest.raises(
-        RunFolderError, match=r"train\.json is there already: another process .*same command again"
+        RunFolderError, match=r"train\.json already exists: another process .*same command again"
     ):
         mark(one, "train", ["checkpoint"], {}, known)
     assert one.files("train") == expected
@@ -102,52 +102,65 @@ def test_a_network_disk_that_is_stale_for_a_moment(tmp_path, monkeypatch):
     (tmp_path / "iterations/0001").mkdir(parents=True)
     files.append_jsonl(tmp_path / "metrics.jsonl", {"iteration": 0})
     requests.put(requests.request(1), "{}")
-    fails = []
-    for module, name in ((io, "open"), (os, "stat"), (os, "link"), (builtins, "open")):
-        original = getattr(module, name)
 
-        def failing(*arguments, original=original, **options):
-            if str(tmp_path) in str(arguments[0]) and fails:
-                number = fails.pop()
-                raise OSError(number, os.strerror(number))
-            return original(*arguments, **options)
+    @contextlib.contextmanager
+    def stale(event):
+        """For two looks, in two ways; the third one finds the file."""
+        with (
+            os_calls.refused(event, errno.EIO, tmp_path, times=1),
+            os_calls.refused(event, errno.ESTALE, tmp_path, times=1),
+        ):
+            yield
 
-        monkeypatch.setattr(module, name, failing)
-    monkeypatch.setattr(files, "_PAUSES", (0.0,) * 4)
-
-    def stale(work):
-        fails.extend([errno.ESTALE, errno.EIO, errno.ESTALE])
-        result = work()
-        assert not fails
-        return result
-
-    stale(lambda: mark(one, "pack", [], {"rows": 3}))
-    assert stale(lambda: one.marker(PackFacts)) == PackFacts(rows=3)
-    assert stale(folder.metrics) == [MetricsRow(iteration=0)]
-    assert stale(lambda: digest(tmp_path / "metrics.jsonl")) == digest(tmp_path / "metrics.jsonl")
-    assert stale(lambda: requests.next_request(1)) == requests.request(1)
-    fails.extend([errno.ESTALE] * 9)  # for good
-    with pytest.raises(OSError, match="Stale"):
+    with stale("os.link"):
+        mark(one, "pack", [], {"rows": 3})
+    with stale("open"):
+        assert one.marker(PackFacts) == PackFacts(rows=3)
+    with stale("open"):
+        assert folder.metrics() == [MetricsRow(iteration=0)]
+    before = digest(tmp_path / "metrics.jsonl")
+    with stale("open"):
+        assert digest(tmp_path / "metrics.jsonl") == before
+    with (
+        os_calls.refused("open", errno.ESTALE, tmp_path),  # for good
+        pytest.raises(OSError, match="Stale"),
+    ):
         one.marker(PackFacts)
-    fails.clear()
-    monkeypatch.setattr(Path, "exists", lambda path: True)
-    assert not one.is_done("train") and RunFolder(tmp_path / "no").metrics() == []
+    stat, fails = os.stat, [errno.ESTALE, errno.EIO]
+
+    def failing(path, **options):
+        if fails and str(tmp_path) in str(path):
+            number = fails.pop()
+            raise OSError(number, os.strerror(number))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", failing)  # no audit event announces it
+    assert requests.next_request(1) == requests.request(1) and not fails
+
+
+def test_a_file_that_goes_when_it_has_just_been_seen(tmp_path):
+    folder = RunFolder(tmp_path)
+    mark(folder.iteration(1), "pack", [], {})
+    files.append_jsonl(tmp_path / "metrics.jsonl", {"iteration": 0})
+
+    def vanish(path, *_):
+        if str(tmp_path) in str(path):
+            os.unlink(path)
+
+    with os_calls.before("open", vanish):
+        assert not folder.iteration(1).is_done("pack") and folder.metrics() == []
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV])
-def test_disks_without_links_and_folders_on_another_disk(tmp_path, monkeypatch, number):
-    link = os.link
-
-    def refusing(source, target):
+def test_disks_without_links_and_folders_on_another_disk(tmp_path, number):
+    def refuse(source, target, *_):
         if number == errno.EPERM or Path(source).parent != Path(target).parent:
             raise OSError(number, os.strerror(number))
-        link(source, target)
 
-    monkeypatch.setattr(os, "link", refusing)
     folder = RunFolder(tmp_path)
-    with folder.locked():
+    with os_calls.before("os.link", refuse), folder.locked():
         mark(folder.iteration(1), "pack", [], {"rows": 3})
-        with pytest.raises(RunFolderError, match="is there already"):
+        with pytest.raises(RunFolderError, match="already exists"):
             mark(folder.iteration(1), "pack", [], {})
     assert folder.iteration(1).marker(PackFacts) == PackFacts(rows=3)
 
@@ -200,7 +213,7 @@ def test_what_may_change_and_what_may_not(tmp_path):
         "+ seed: 1",
     ]
     assert lines[1:7] == [f"  {line}" for line in changed]
-    assert "Choose another run folder" in lines[7]
+    assert "choose another run folder" in lines[7]
     assert "allow_changes=['new', 'sampling.stop', 'seed']" in lines[7]
     assert (tmp_path / "config.yaml").read_text() == written  # a refused config leaves no trace
 
@@ -360,7 +373,7 @@ def test_the_newest_policy_stays_whatever_is_asked_for(tmp_path):
     assert has(folder, 2, "checkpoint") and has(folder, 2, "state")
 
 
-def test_a_pruning_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+def test_a_pruning_that_is_cut_off_leaves_no_half_checkpoint(tmp_path):
     """Killed while files are removed: under its name a checkpoint is there as a whole or not at
     all, and the rest goes later.
     """
@@ -374,10 +387,8 @@ def test_a_pruning_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, monkeypat
     def killed(*_):
         raise Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(files.shutil, "rmtree", killed)
-        with pytest.raises(Killed):
-            folder.remove(3, [2], [2])
+    with os_calls.before("shutil.rmtree", killed), pytest.raises(Killed):
+        folder.remove(3, [2], [2])
     for number in range(4):
         for name in ("checkpoint", "state"):
             path = folder.iteration(number).path / name

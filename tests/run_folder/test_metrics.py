@@ -4,8 +4,9 @@ import pytest
 from support.facts import mark
 
 from ttrl.facts import RolloutFigures
-from ttrl.run_folder.folder import IterationFolder
+from ttrl.run_folder.folder import IterationFolder, Marker
 from ttrl.run_folder.metrics import metrics_row
+from ttrl.system.files import write_json
 
 
 @pytest.fixture
@@ -139,9 +140,7 @@ def test_what_the_rollouts_say_stands_by_itself(tmp_path):
 
 
 @pytest.mark.parametrize("finished, speed", [(9.0, 5.0), (10.5, 7.0), (20.0, 5.0)])
-def test_the_servers_speed_counts_what_they_held_out_meanwhile(
-    tmp_path, monkeypatch, finished, speed
-):
+def test_the_servers_speed_counts_what_they_held_out_meanwhile(tmp_path, finished, speed):
     """Of two phases at the same time the one that ended last has seen both; another one says
     nothing of this time.
     """
@@ -150,7 +149,6 @@ def test_the_servers_speed_counts_what_they_held_out_meanwhile(
         (before, "validate", finished, 7.0),
         (iteration, "rollouts", 10.0, 5.0),
     ):
-        monkeypatch.setattr("ttrl.run_folder.folder.time.time", lambda ended=ended: ended)
         stats = {name: None for name in ("prompt_tokens", "completion_tokens", "tokens_per_second")}
         stats |= {
             "mean_reward": 1.0,
@@ -160,7 +158,9 @@ def test_the_servers_speed_counts_what_they_held_out_meanwhile(
             "finish_reasons": {},
         }
         flops = {"prefill": 1.0, "decode": 2.0, "per_second": per_second}
-        mark(folder, phase, [], {"seconds": 4.0, "flops": flops, "stats": stats})
+        facts = {"seconds": 4.0, "flops": flops, "stats": stats}
+        marker = Marker(phase=phase, finished=ended, facts=facts, files={})
+        write_json(folder.path / "done" / f"{phase}.json", marker.to_json())
     assert metrics_row(iteration).to_json()["server"] == {"flops_per_second": speed}
     mark(
         iteration,

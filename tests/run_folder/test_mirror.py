@@ -12,16 +12,16 @@ from uuid import uuid4
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from support.facts import mark
 
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.lease import LEASE_FILES
+from ttrl.run_folder.lease import LEASE_FILES, FolderLease
 from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
 from ttrl.run_folder.owner import describe_process
 from ttrl.run_folder.pruning import prune
-from ttrl.system import mirror_store
 from ttrl.system.files import append_jsonl, digest, write_json
 from ttrl.system.mirror_store import MirrorStore
 
@@ -70,14 +70,17 @@ def any_address(request, tmp_path, address):
 class Machine:
     """A run folder on a machine of its own, and what a loop does to it."""
 
-    def __init__(self, path, address):
-        self.folder = RunFolder(path)
+    def __init__(self, path, address, store_class=QuickStore, **owner):
+        """owner: differences from this process."""
+        lease = FolderLease(path, describe=lambda: replace(describe_process(), **owner))
+        self.folder = RunFolder(path, lease)
+        self.store_class = store_class
         self.config = TrainConfig(run=str(path), model="m", iterations=20, mirror=address)
 
     def __enter__(self):
         self._lease = self.folder.locked()
         self._lease.__enter__()
-        self._mirror = mirrored(self.config, self.folder, store_class=QuickStore)
+        self._mirror = mirrored(self.config, self.folder, store_class=self.store_class)
         try:
             return self._mirror.__enter__()
         except BaseException:
@@ -150,11 +153,12 @@ def test_the_mirror_is_the_run_folder(tmp_path, any_address):
     assert kept == {2, 4, 5, 6}  # the best one and the newest three
 
 
-def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address, monkeypatch):
+def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address):
     """Of a machine that vanished they are all that is left; the one that goes on leaves them alone,
     and takes none.
     """
-    first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
+    first = Machine(tmp_path / "first", address)
+    second = Machine(tmp_path / "second", address, host="other")
     logs = first.folder.path / "logs"
     logs.mkdir(parents=True)
     (logs / "server.log").write_text("started, and then" + 2**20 * "!" + " it died")
@@ -164,7 +168,6 @@ def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address,
     store, name = MirrorStore(address), f"logs/{socket.gethostname()}/server.log"
     assert store.read(name) == (2**20 * b"!" + b" it died")[8:]
     assert [key for key in list(store.keys()) if key.startswith("logs/")] == [name]
-    monkeypatch.setattr(socket, "gethostname", lambda: "other")
     with second:
         second.iteration(3)
         assert not (second.folder.path / "logs").exists()
@@ -313,7 +316,7 @@ def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, any_ad
         assert folder.metrics()[-1].iteration == 4
         assert "iterations/0005/done/train.json" not in set(store.keys())
         second.phase(5, "train", "checkpoint/weights", "state/moments", trained=True)
-    with pytest.raises(RunFolderError, match="went different ways"), first:
+    with pytest.raises(RunFolderError, match="differ; the first difference"), first:
         pass
 
 
@@ -385,7 +388,10 @@ def test_two_runs_in_one_place_are_refused(tmp_path, address):
     other = Machine(tmp_path / "other", None)
     other.run(0, 2)
     other.config.mirror = address
-    with pytest.raises(RunFolderError, match=r"went different ways .*move the folder away"), other:
+    with (
+        pytest.raises(RunFolderError, match=r"differ; the first difference.*move the folder away"),
+        other,
+    ):
         pass
     assert json.loads(MirrorStore(address).read("owner.json"))["released"]
 
@@ -394,7 +400,7 @@ def test_a_mirror_without_a_whole_policy(tmp_path, address):
     Machine(tmp_path / "first", address).run(0, 0)
     MirrorStore(address).remove(["iterations/0000/checkpoint/weights"])
     with (
-        pytest.raises(RunFolderError, match="nothing to go on from"),
+        pytest.raises(RunFolderError, match="no complete policy to continue from"),
         Machine(tmp_path / "second", address),
     ):
         pass
@@ -404,7 +410,7 @@ def test_a_damaged_file_there_is_not_taken(tmp_path, address):
     Machine(tmp_path / "first", address).run(0, 1)
     MirrorStore(address).write("iterations/0001/state/moments", b"other")
     second = Machine(tmp_path / "second", address)
-    with pytest.raises(RunFolderError, match=r"state/moments is not what its phase wrote"), second:
+    with pytest.raises(RunFolderError, match=r"state/moments has changed since its phase"), second:
         pass
     assert not list(second.folder.path.glob("iterations/*/done/*"))
 
@@ -451,20 +457,21 @@ def test_two_that_start_at_once(tmp_path, any_address, before):
         assert [json.loads(path.read_text())["epoch"] for path in markers] == [1, 1, 2, 2, 2, 2]
 
 
-def test_answers_that_are_lost(tmp_path, any_address, monkeypatch):
+def test_answers_that_are_lost(tmp_path, any_address):
     """The store did what it was asked to, but nobody heard."""
-    swap, lost = QuickStore.swap, []
+    lost = []
 
-    def losing(store, key, content, tag):
-        result = swap(store, key, content, tag)
-        if lost.count(key) < 2:
-            lost.append(key)
-            raise OSError("connection reset")
-        return result
+    class LosingStore(QuickStore):
+        longest_pause = 0.01
 
-    monkeypatch.setattr(QuickStore, "swap", losing)
-    monkeypatch.setattr(QuickStore, "longest_pause", 0.01)
-    here = Machine(tmp_path / "here", any_address)
+        def swap(self, key, content, tag):
+            result = super().swap(key, content, tag)
+            if lost.count(key) < 2:
+                lost.append(key)
+                raise OSError("connection reset")
+            return result
+
+    here = Machine(tmp_path / "here", any_address, LosingStore)
     here.run(0, 1)
     assert lost.count("iterations/0001/done/train.json") == 2 and lost.count("owner.json") == 2
     store = MirrorStore(any_address)
@@ -497,7 +504,7 @@ def test_what_an_earlier_owner_left_late_gives_way(tmp_path, address, before):
         )
 
 
-def test_a_machine_of_the_same_name_is_another(tmp_path, address, monkeypatch):
+def test_a_machine_of_the_same_name_is_another(tmp_path, address):
     """A pod that is started again, while the one before may live on, cut off; but who holds the run
     folder of before knows.
     """
@@ -511,7 +518,7 @@ def test_a_machine_of_the_same_name_is_another(tmp_path, address, monkeypatch):
     store.write(
         "owner.json", json.dumps({name: left[name] for name in left if name != "released"}).encode()
     )
-    with pytest.raises(RunFolderError, match="no sign of life"), second:
+    with pytest.raises(RunFolderError, match="without a sign of life"), second:
         pass
     with first:
         pass
@@ -527,7 +534,7 @@ def test_an_owner_on_another_machine(tmp_path, address):
     store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
     owner = elsewhere()
     store.write("owner.json", json.dumps(owner).encode())
-    with pytest.raises(RunFolderError, match=r"pid 1 on another.*no sign of life"), machine:
+    with pytest.raises(RunFolderError, match=r"pid 1 on another.*without a sign of life"), machine:
         pass
     with machine.taking_over():
         assert json.loads(store.read("owner.json"))["pid"] != 1
@@ -568,7 +575,7 @@ def test_who_was_taken_over_uploads_nothing_more(tmp_path, address, caplog):
         assert "another process has taken over: pid 1 on another" in mirror.status()
     assert set(store.keys()) == {"owner.json"}
     assert json.loads(store.read("owner.json"))["host"] == "another"
-    assert "no more is written there" in caplog.text
+    assert "this one stops writing there" in caplog.text
 
 
 def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, address):
@@ -606,7 +613,7 @@ def test_a_store_that_fails_never_stops_the_run(tmp_path, address, before, caplo
         machine.iteration(0)
         assert tried.wait(60)
         machine.iteration(1)
-        assert "phases are not there yet (503 Slow Down)" in mirror.status()
+        assert "phases are missing there (503 Slow Down)" in mirror.status()
         failing[0] = False
     assert mirror.status() is None
     assert MirrorStore(address).keys().keys() - {"owner.json"} == machine.files()
@@ -615,18 +622,17 @@ def test_a_store_that_fails_never_stops_the_run(tmp_path, address, before, caplo
     )
 
 
-def test_a_store_that_stays_broken_is_said_at_the_end(
-    tmp_path, address, before, monkeypatch, caplog
-):
-    monkeypatch.setattr(QuickStore, "last_wait_seconds", 0.05)
+def test_a_store_that_stays_broken_is_said_at_the_end(tmp_path, address, before, caplog):
+    class ImpatientStore(QuickStore):
+        last_wait_seconds = 0.05
 
     def write(key, content):
         if key.startswith("iterations"):
             raise OSError("no route to host")
 
     before["write"] = write
-    Machine(tmp_path / "here", address).run(0, 1)
-    assert "6 finished phases are not there yet (no route to host); the run folder" in caplog.text
+    Machine(tmp_path / "here", address, ImpatientStore).run(0, 1)
+    assert "6 finished phases are missing there (no route to host); the run folder" in caplog.text
 
 
 def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, before):
@@ -635,7 +641,7 @@ def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, before):
 
     before["keys"] = keys
     with (
-        pytest.raises(StorageError, match=r"access denied; put it right .*leave `mirror` out"),
+        pytest.raises(StorageError, match=r"access denied; fix it .*leave `mirror` out"),
         Machine(tmp_path / "a", address),
     ):
         pass
@@ -670,7 +676,7 @@ def test_an_address_as_run(tmp_path):
     )
     assert (config.run, config.mirror) == ("runs/letters", "s3://bucket/runs/letters/?region=x")
     assert with_local_run(TrainConfig(run="runs/x", model="m", iterations=1)).mirror is None
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="leave mirror out, or give a folder as run"):
         with_local_run(TrainConfig(run="s3://bucket/x", model="m", iterations=1, mirror="y"))
     for secret in ("s3://b/x?secret_access_key=sesame", "s3://me:sesame@b/x"):
         with pytest.raises(ConfigError, match="carries credentials") as caught:
@@ -684,12 +690,15 @@ def test_an_address_as_run(tmp_path):
         MirrorStore("ftp://host/x")
 
 
-def test_a_marker_of_any_size_is_not_read(tmp_path, monkeypatch):
+def test_a_marker_of_any_size_is_not_read(tmp_path):
     """Who writes to a mirror could have a machine run out of memory."""
-    monkeypatch.setattr(mirror_store, "_MOST_READ", 1000)
-    store = MirrorStore(str(tmp_path))
+
+    class SmallStore(MirrorStore):
+        most_read = 1000
+
+    store = SmallStore(str(tmp_path))
     store.write("owner.json", b"x" * 1001)
-    with pytest.raises(OSError, match="at most are read; no run writes so much there: remove it"):
+    with pytest.raises(OSError, match="no run writes that much there: remove it"):
         store.read("owner.json")
     store.write("owner.json", b"x" * 1000)
     assert len(store.read("owner.json")) == 1000

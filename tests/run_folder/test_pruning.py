@@ -1,9 +1,11 @@
 """Which checkpoints the rules keep, and what a run needs on disk."""
 
+import errno
 import json
 import random
 
 import pytest
+from support import os_calls
 from support.facts import mark
 
 from ttrl import TrainConfig
@@ -11,7 +13,7 @@ from ttrl.configs.run import ConfigError
 from ttrl.errors import StorageError
 from ttrl.facts import MetricsRow
 from ttrl.plans.disk import DiskNeeds, disk_needs, judge_disk
-from ttrl.run_folder.folder import IterationFolder, RunFolder
+from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.pruning import best_policies, kept_of, most_kept, prune
 from ttrl.tiny_model import make_tiny_model
 
@@ -100,19 +102,19 @@ def test_policies_that_were_not_written(tmp_path):
     assert most_kept(every_third, 9) == (3, 3) and most_kept(config(tmp_path), 9) == (5, 4)
 
 
-def test_a_policy_that_is_written_while_another_thread_prunes(tmp_path, monkeypatch):
+def test_a_policy_that_is_written_while_another_thread_prunes(tmp_path):
     """That thread has just seen that it is not."""
-    folder, look = RunFolder(tmp_path), IterationFolder.is_done
+    folder = RunFolder(tmp_path)
     mark(folder.iteration(1), "train", [], {"trained": True, "saved": False})
 
-    def look_too_early(self, phase):
-        seen = look(self, phase)
-        if phase == "save" and not seen:
+    def look_too_early(path, *_):
+        if str(path).endswith("done/save.json"):
             mark(folder.iteration(1), "save", [], {})
-        return seen
+            raise FileNotFoundError(errno.ENOENT, "not there yet", str(path))
 
-    monkeypatch.setattr(IterationFolder, "is_done", look_too_early)
-    assert folder.written_until(1) == [0] and folder.written_until(1) == [1, 0]
+    with os_calls.before("open", look_too_early):
+        assert folder.written_until(1) == [0]
+    assert folder.written_until(1) == [1, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))

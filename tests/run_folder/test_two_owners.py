@@ -7,9 +7,7 @@ hypothesis draws is who does how many next, and what goes wrong. TTRL_TESTS_SCHE
 that many.
 """
 
-import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -30,20 +28,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from msgspec.structs import replace
+from support import os_calls
 
 from ttrl import TrainConfig
 from ttrl.errors import TtrlError
 from ttrl.facts import PhaseFacts
-from ttrl.run_folder import lease
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.mirror import Mirror, mirrored
-from ttrl.system import files
+from ttrl.run_folder.lease import FolderLease
+from ttrl.run_folder.mirror import Mirror
+from ttrl.run_folder.mirror_resume import take_from
+from ttrl.run_folder.owner import describe_process
 from ttrl.system.mirror_store import MirrorStore
 
 SCHEDULES = int(os.environ.get("TTRL_TESTS_SCHEDULES", "12"))
 PHASES = [(0, "prepare"), (1, "rollouts"), (1, "pack"), (1, "validate")]
-NEVER = 1e6
-"""Seconds between heartbeats: the worst case, none is ever seen."""
 KINDS = {
     phase: msgspec.defstruct("By", [("by", str)], bases=(PhaseFacts,), namespace={"phase": phase})
     for _, phase in PHASES
@@ -105,7 +103,7 @@ def doing(operation):
 
 
 class SteppedStore(MirrorStore):
-    first_pause, beat_seconds = 0.0, NEVER
+    first_pause, beat_seconds = 0.0, 0.0
 
     def write(self, *arguments):
         return doing(lambda: super(SteppedStore, self).write(*arguments))
@@ -118,6 +116,16 @@ class SteppedStore(MirrorStore):
 
     def remove(self, *arguments):
         return doing(lambda: super(SteppedStore, self).remove(*arguments))
+
+
+def on_its_machine(path):
+    """The run folder of an owner on a machine of its own. In the worst case: no heartbeat is ever
+    seen.
+    """
+    boot = uuid4().hex
+    return RunFolder(
+        path, FolderLease(path, 0.0, describe=lambda: replace(describe_process(), boot=boot))
+    )
 
 
 class Disk(RuleBasedStateMachine):
@@ -133,11 +141,8 @@ class Disk(RuleBasedStateMachine):
         """Names of those that have held the run, in order."""
         self.seen, self.tokens = {}, [None]
         self.started = 0
-        self.patch.setattr(fcntl, "flock", lambda *_: None)
-        describe = lease.describe_process
-        self.patch.setattr(lease, "describe_process", lambda: replace(describe(), boot=uuid4().hex))
-        self.patch.setattr(lease.Lease, "_pulse_moves", lambda lease: False)
-        self.patch.setattr(files, "_PAUSES", (0.0,) * 4, raising=False)
+        self.without_locks = os_calls.refused("fcntl.flock", errno.ENOLCK)
+        self.without_locks.__enter__()
         self.prepare()
 
     def prepare(self):
@@ -151,7 +156,7 @@ class Disk(RuleBasedStateMachine):
 
     def work(self, name):
         """Hold the run and do what is left of it, as the process `name`."""
-        folder = RunFolder(self.folder / "run", beat_seconds=NEVER)
+        folder = on_its_machine(self.folder / "run")
         with folder.locked(take_over=True):
             self.do(folder, name, lambda: None)
 
@@ -218,6 +223,7 @@ class Disk(RuleBasedStateMachine):
             assert len(self.seen) == len(PHASES)
         finally:
             self.patch.undo()
+            self.without_locks.__exit__(None, None, None)
             shutil.rmtree(self.folder)
 
 
@@ -228,16 +234,15 @@ class Store(Disk):
     """
 
     def prepare(self):
-        # Uploads by the owner itself.
-        self.patch.setattr(Mirror, "following", lambda mirror: contextlib.nullcontext())
+        """Nothing: the store itself steps."""
 
     def work(self, name):
-        folder = RunFolder(self.folder / name, beat_seconds=NEVER)
+        folder = on_its_machine(self.folder / name)
         config = TrainConfig(run=str(folder.path), model="m", iterations=9, mirror=self.address)
-        with (
-            folder.locked(),
-            mirrored(config, folder, take_over=True, store_class=SteppedStore) as mirror,
-        ):
+        mirror = Mirror(SteppedStore(self.address), folder, config)
+        with folder.locked(), mirror.lease.held(take_over=True):
+            take_from(mirror.store, folder)
+            # The owner itself uploads.
             self.do(folder, name, mirror._try_pass)
 
     def markers(self):

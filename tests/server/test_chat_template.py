@@ -37,7 +37,7 @@ def test_a_setting_is_a_file_or_the_text(tmp_path: Path) -> None:
         ("{% for m in messages %}{{ m }}", "line 1 is not valid Jinja"),
         ("{{ messages | no_such_filter }}", "line 1 is not valid Jinja: No filter named"),
         ("Hello {{ name }}", "it never reads `messages`"),
-        ("{{ messages }}" + " " * 70_000, "it has 70,014 characters, and at most 65,536 are read"),
+        ("{{ messages }}" + " " * 70_000, "it has 70,014 characters; the limit is 65,536"),
     ],
 )
 def test_what_is_no_template_is_refused(given: str, said: str) -> None:
@@ -130,14 +130,17 @@ def test_a_joined_server_with_another_template_is_refused(
         asyncio.run(auth.RequireKey(None)(scope, None, send))  # type: ignore[arg-type]
         return sent[-1]["body"]
 
-    server = JoinedServer("http://h:1", served_model_name="m", dtype="float32", api_key="k")
-    monkeypatch.setattr(server, "request", lambda *_, **__: json.loads(fence()))
+    class Answered(JoinedServer):
+        def request(self, *_: Any, **__: Any) -> Any:
+            return json.loads(fence())
+
+    server = Answered("http://h:1", served_model_name="m", dtype="float32", api_key="k")
     monkeypatch.delenv(auth.TEMPLATE_VARIABLE, raising=False)
     server.check_chat_template(model)  # an older server does not say
     monkeypatch.setenv(auth.TEMPLATE_VARIABLE, template_digest(model))
     server.check_chat_template(model)
     monkeypatch.setenv(auth.TEMPLATE_VARIABLE, template_digest(tiny_model))
     with pytest.raises(
-        WeightSyncError, match="another chat template than the run's model; start it"
+        WeightSyncError, match="and the run's model have different chat templates; start it"
     ):
         server.check_chat_template(model)

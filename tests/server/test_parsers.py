@@ -54,7 +54,7 @@ def test_a_published_template_says_which_parser(
     parsers = parsers_of(folder_with(tmp_path, source, tokens=tokens))
     assert parsers.arguments["tool-call-parser"] == parser
     if parser is None:
-        assert "its chat template does not show tools to the model" in parsers.said
+        assert "its chat template shows the model no tools" in parsers.said
         assert parsers.arguments == NO_PARSER
     else:
         assert parsers.said == f"tool calls: vLLM's parser {parser!r}, by the model's chat template"
@@ -71,7 +71,7 @@ def test_each_form_of_a_call_has_its_parser(tmp_path: Path, parser: str) -> None
 def test_a_form_or_a_tokenizer_that_no_parser_takes_has_none(tmp_path: Path) -> None:
     model = folder_with(tmp_path, template("{{- 'CALL ' + f.name }}"))
     said = parsers_of(model).said
-    assert "writes calls in no form that ttrl knows a parser for" in said
+    assert "ttrl knows no parser for its chat template's form of calls" in said
     assert said.endswith("requests with tools need tool_call_parser")
     folder_with(tmp_path, template(CALLS["mistral"]))
     assert "the tokenizer lacks [TOOL_CALLS]" in parsers_of(model).said
@@ -89,12 +89,12 @@ def test_a_parser_that_is_named_or_switched_off_stays(tmp_path: Path) -> None:
     assert chosen(model) == chosen(model, tool_call_parser="auto") == "hermes"
     named = parsers_of(model, {"tool_call_parser": "xlam"})
     assert named.arguments == {"tool-call-parser": "xlam", "enable-auto-tool-choice": True}
-    assert named.said == "tool calls: vLLM's parser 'xlam', as the settings say"
+    assert named.said == "tool calls: vLLM's parser 'xlam', as set"
     off: list[dict[str, Any]] = [{"tool_call_parser": None}, {"tool-call-parser": "none"}]
     off += [{"enable_auto_tool_choice": False}]
     for given in off:
         parsers = parsers_of(model, given)
-        assert parsers.arguments == NO_PARSER and "as the settings say" in parsers.said
+        assert parsers.arguments == NO_PARSER and "no parser, as set" in parsers.said
 
 
 def test_the_server_is_started_with_it(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_switch_without_a_parser_is_refused_before_vllm_starts(tmp_path: Path)
     (tmp_path / "model.safetensors").write_bytes(b"x")
     given = {"enable_auto_tool_choice": True}
     server = VLLMServer(model, served_model_name="m", log_path=tmp_path / "log", extra_args=given)
-    with pytest.raises(ConfigError, match="does not show tools to the model; name one, such as"):
+    with pytest.raises(ConfigError, match="shows the model no tools; name one, such as"):
         server.start()
     assert not (tmp_path / "log").exists()
 

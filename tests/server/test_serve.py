@@ -1,20 +1,18 @@
 """A server for runs on other hosts."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from support.chat_server import ChatHandler, threaded
 
 from ttrl import TrainConfig, cli
 from ttrl.errors import ServerDiedError, UserError
 from ttrl.records import Canary
-from ttrl.server import connection
 from ttrl.server import serve as serve_module
 from ttrl.server.auth import derived
 from ttrl.server.connection import JoinedServer
@@ -30,7 +28,7 @@ def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path):
     assert read_or_make_key(path) == key != read_or_make_key(tmp_path / "other")
     path.chmod(0o640)
     with pytest.raises(
-        UserError, match=r"others can read it: mode 640; make it yours alone: chmod 600"
+        UserError, match=r"others can read it: mode 640; make it private: chmod 600"
     ):
         read_or_make_key(path)
     path.chmod(0o600)
@@ -54,7 +52,7 @@ def test_arguments_for_vllm():
         "x": {"a": [1]},
     }
     assert vllm_arguments(given) == expected
-    with pytest.raises(UserError, match="give NAME=VALUE"):
+    with pytest.raises(UserError, match="write NAME=VALUE"):
         vllm_arguments(["enforce_eager"])
 
 
@@ -83,7 +81,21 @@ def test_the_command_names_what_it_does(monkeypatch, tmp_path):
     assert seen["name"] == "m"  # as it was typed, whatever folder that is
 
 
-def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
+def until_it_serves(said, then=lambda: None):
+    """A `say` that remembers the lines; after the last one of a start it calls `then`, and presses
+    Ctrl-C.
+    """
+
+    def say(line):
+        said.append(line)
+        if line.startswith("a run joins it"):
+            then()
+            raise KeyboardInterrupt
+
+    return say
+
+
+def test_one_that_fetches_adapters(tmp_path, checkpoints):
     """It says so to the run, is given room for them, and is not started where they cannot be
     read.
     """
@@ -98,16 +110,12 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
         made.append(settings)
         return Made()
 
-    monkeypatch.setattr(serve_module, "keep_serving", lambda *_, **__: None)
-    settings = {
-        "key_file": tmp_path / "key",
-        "log_path": tmp_path / "log",
-        "say": said.append,
-        "make_server": make,
-    }
+    settings = {"key_file": tmp_path / "key", "log_path": tmp_path / "log", "make_server": make}
+    settings["say"] = until_it_serves(said)
     store = (tmp_path / "store").as_uri()
     for arguments in (None, {"max_lora_rank": 8}):
-        serve(str(checkpoints[0]), adapters_from=store, arguments=arguments, **settings)
+        with pytest.raises(KeyboardInterrupt):
+            serve(str(checkpoints[0]), adapters_from=store, arguments=arguments, **settings)
     assert [one["extra_args"] for one in made] == [{"max_lora_rank": 64}, {"max_lora_rank": 8}]
     assert made[0]["adapters_from"] == store
     assert any(
@@ -115,13 +123,14 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
         for line in said
     )
     assert any(line.endswith("a run's adapter is called 'policy-adapter'") for line in said)
-    serve(str(checkpoints[0]), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        serve(str(checkpoints[0]), **settings)
     assert made[2]["adapters_from"] is None and made[2]["extra_args"] is None
     with pytest.raises(UserError, match="cannot be at"):
         serve(str(checkpoints[0]), adapters_from="ftp://h/run", **settings)
     with pytest.raises(
         UserError,
-        match="on one machine, where they are fetched to; leave out "
+        match="on one machine, because they are fetched to it; leave out "
         "distributed_executor_backend=ray",
     ):
         serve(
@@ -182,16 +191,12 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
     os.kill(server._child.pid, signal.SIGKILL)
     thread.join(60)
     assert not thread.is_alive() and len(errors) == 1 and not server.is_started
-    assert (
-        said[1] == f"serving at {url}/v1, where the model is called 'policy' and '{checkpoints[0]}'"
-    )
+    assert said[1] == f"serving at {url}/v1; the model's name is 'policy' and '{checkpoints[0]}'"
     assert said[3].endswith(f"export OPENAI_API_KEY=$(cat {tmp_path / 'key'})")
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_client_may_use_the_name_that_was_typed(
-    adapters, fake_server, checkpoints, tmp_path, monkeypatch
-):
+def test_a_client_may_use_the_name_that_was_typed(adapters, fake_server, checkpoints, tmp_path):
     """So may a run, which asks for "policy" or for its adapter; vLLM answers any other name with
     404.
     """
@@ -202,7 +207,14 @@ def test_a_client_may_use_the_name_that_was_typed(
         server.check()
         return server._http("POST", "/v1/completions", body, 10.0)[0]
 
-    def look(server, say, **_):
+    made = []
+
+    def make(model, **settings):
+        made.append(fake_server("fine", **settings))
+        return made[-1]
+
+    def look():
+        (server,) = made
         there = {"dtype": "float32", "api_key": server.api_key}
         run = JoinedServer(server.root_url, served_model_name="policy", **there)
         listed = [one["id"] for one in run.request("GET", "/v1/models")["data"]]
@@ -216,23 +228,23 @@ def test_a_client_may_use_the_name_that_was_typed(
             seen.append([one["id"] for one in run.request("GET", "/v1/models")["data"]])
 
     seen, said = [], []
-    monkeypatch.setattr(serve_module, "keep_serving", look)
     store = {"adapters_from": (tmp_path / "store").as_uri()} if adapters else {}
-    serve(
-        str(checkpoints[0]),
-        name="org/typed",
-        key_file=tmp_path / "key",
-        log_path=tmp_path / "serve.log",
-        dtype="float32",
-        say=said.append,
-        make_server=lambda model, **settings: fake_server("fine", **settings),
-        **store,
-    )
+    with pytest.raises(KeyboardInterrupt):
+        serve(
+            str(checkpoints[0]),
+            name="org/typed",
+            key_file=tmp_path / "key",
+            log_path=tmp_path / "serve.log",
+            dtype="float32",
+            say=until_it_serves(said, look),
+            make_server=make,
+            **store,
+        )
     names = ["policy", "org/typed"]
     assert seen[0] == names and seen[1] == [200, 200, 404]
     assert seen[2].passed
     assert seen[3:] == [[*names, "policy-adapter"]] * adapters
-    assert "where the model is called 'policy' and 'org/typed'" in said[1]
+    assert "the model's name is 'policy' and 'org/typed'" in said[1]
 
 
 def test_it_says_a_name_of_its_weights_for_caches(tmp_path):
@@ -270,8 +282,10 @@ def test_one_that_dies_in_the_middle_of_an_answer_is_gone(answer):
     ("part", "pause", "why"),
     [(b" " * 2**20, 0, "sent more than 2 MiB"), (b" ", 0.02, r"not complete after 0\.3 s")],
 )
-def test_an_answer_without_an_end_is_not_waited_for(part, pause, why, monkeypatch):
-    monkeypatch.setattr(connection, "_MOST_BYTES", 2**21)
+def test_an_answer_without_an_end_is_not_waited_for(part, pause, why):
+    class Frugal(JoinedServer):
+        most_bytes = 2**21
+
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def answer():
@@ -286,20 +300,26 @@ def test_an_answer_without_an_end_is_not_waited_for(part, pause, why, monkeypatc
         thread = threading.Thread(target=answer)
         thread.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server = JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20)
+        server = Frugal(url, served_model_name="m", dtype="float32", api_key="k" * 20)
         with pytest.raises(OSError, match=why):
             server._http("GET", "/health", None, 0.3, with_key=False)
         thread.join()
 
 
-def test_one_that_has_proven_itself_is_given_its_own_key_alone(monkeypatch):
-    def answers(self, method, path, body, timeout, *, with_key=True):
-        number = path.partition("?")[2]
-        return 200, json.dumps({"name": "one", "proof": derived("k" * 20, "proof", number, "one")})
+def test_one_that_has_proven_itself_is_given_its_own_key_alone():
+    keys = []
 
-    monkeypatch.setattr(JoinedServer, "_http", answers)
-    server = JoinedServer("http://there", served_model_name="m", dtype="float32", api_key="k" * 20)
-    assert server._prove() is None and server.api_key == derived("k" * 20, "key", "one") != "k" * 20
+    class Proving(ChatHandler):
+        def do_GET(self):  # noqa: N802 - the name of http.server
+            keys.append(self.headers["Authorization"])
+            number = self.path.partition("?")[2]
+            self.send({"name": "one", "proof": derived("k" * 20, "proof", number, "one")})
+
+    with threaded(Proving) as url:
+        server = JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20)
+        server.request("GET", "/v1/models")
+    own = derived("k" * 20, "key", "one")
+    assert own != "k" * 20 and keys[0] is None and set(keys[1:]) == {f"Bearer {own}"}
 
 
 @pytest.mark.parametrize("redirects", [False, True])
@@ -309,29 +329,21 @@ def test_whoever_has_taken_its_address_is_told_no_key(redirects):
     """
     heads = []
 
-    class Squatter(BaseHTTPRequestHandler):
-        def do_GET(self):
+    class Squatter(ChatHandler):
+        def do_GET(self):  # noqa: N802 - the name of http.server
             heads.append(dict(self.headers))
             path, _, number = self.path.partition("?")
             number = number if path == "/another" else "of yesterday"
-            body = json.dumps(
-                {"name": "one", "proof": derived("k" * 20, "proof", number, "one")}
-            ).encode()
-            self.send_response(307 if redirects and path == "/ttrl/proof" else 200)
-            self.send_header("Location", self.path.replace("/ttrl/proof", "/another"))
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Squatter) as squatter:
-        threading.Thread(target=squatter.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{squatter.server_port}"
-        with pytest.raises(ServerDiedError, match="does not prove that it knows the key"):
-            JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20).request(
-                "GET", "/v1/models"
+            self.send(
+                {"name": "one", "proof": derived("k" * 20, "proof", number, "one")},
+                status=307 if redirects and path == "/ttrl/proof" else 200,
+                headers={"Location": self.path.replace("/ttrl/proof", "/another")},
             )
-        squatter.shutdown()
+
+    with (
+        threaded(Squatter) as url,
+        pytest.raises(ServerDiedError, match="does not prove its key"),
+    ):
+        server = JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20)
+        server.request("GET", "/v1/models")
     assert heads and not any("Authorization" in head for head in heads)

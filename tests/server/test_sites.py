@@ -28,6 +28,10 @@ from ttrl.system.mirror_store import MirrorStore
 KEY = "iterations/0001/checkpoint/adapter"
 
 
+class QuickStore(MirrorStore):
+    first_pause, part_bytes = 0.001, 7
+
+
 class Site:
     """A server's middleware over a store, called as an ASGI application."""
 
@@ -46,7 +50,7 @@ class Site:
         async def vllm(scope, receive, send):
             self.passed_on.append(scope["path"])
 
-        self.fetching = FetchAdapters(vllm)
+        self.fetching = FetchAdapters(vllm, QuickStore)
 
     def put(self, number: int, **files: bytes) -> dict[str, list]:
         """Store files; return what a run would ask for."""
@@ -79,11 +83,6 @@ class Site:
         return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(MirrorStore, "first_pause", 0.001)
-
-
 @pytest.fixture(params=["memory", "folder", "s3"])
 def site(request, monkeypatch, tmp_path):
     kinds = {"memory": lambda: f"memory://{tmp_path}", "folder": (tmp_path / "store").as_uri}
@@ -92,7 +91,6 @@ def site(request, monkeypatch, tmp_path):
 
 
 def test_what_the_run_has_stored_is_brought_once(site):
-    site.fetching._store.part_bytes = 7
     asked = [
         site.put(number, model_st=b"weights %d" % number * 3, config_json=b"{}")
         for number in range(4)
@@ -198,7 +196,7 @@ def test_a_store_that_cannot_be_read_is_found_before_vllm_is_started(
         check_store("s3://no-such-bucket/run")
     with pytest.raises(UserError, match="cannot be at"):
         check_store("ftp://h/run")
-    with pytest.raises(UserError, match="carries credentials") as refused:
+    with pytest.raises(UserError, match="contains credentials") as refused:
         check_store("s3://b/run?aws_secret_access_key=topsecret")
     assert "topsecret" not in str(refused.value)
 
@@ -271,7 +269,7 @@ def test_a_site_with_another_base_is_refused(joined, checkpoint):
     site.fetching._model = shutil.copytree(site.model, site.model.parent / "other")
     (site.fetching._model / "chat_template.jinja").write_text("another")
     (site.fetching._model / "tokenizer.json").unlink()
-    wrong = r"not the one that the run began with, .*: chat_template.jinja, tokenizer.json differ"
+    wrong = r"differs from the run's starting model, .*: chat_template.jinja, tokenizer.json differ"
     with pytest.raises(WeightSyncError, match=wrong), server.bring(checkpoint):
         pass
     assert not stored

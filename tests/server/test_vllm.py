@@ -96,7 +96,7 @@ def test_stopped_from_another_thread_while_it_starts(fake_server):
     pid = server._child.pid
     server.stop()
     thread.join(30)
-    assert not thread.is_alive() and errors == ["the server was stopped while it started"]
+    assert not thread.is_alive() and errors == ["the server was stopped during its start"]
     assert not server.is_started and not psutil.pid_exists(pid)
 
 
@@ -179,7 +179,7 @@ def test_port_in_use(fake_server, tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(
             ServerStartError,
-            match=rf"127\.0\.0\.1:{port}: Address already in use; give another port",
+            match=rf"127\.0\.0\.1:{port}: Address already in use; use another port",
         ):
             fake_server(port=port).start()
     assert not (tmp_path / "server.log").exists()  # nothing was started
@@ -190,7 +190,7 @@ def test_an_address_of_another_machine(checkpoints, tmp_path, host):
     server = VLLMServer(checkpoints[0], served_model_name="m", log_path=tmp_path / "log", host=host)
     with pytest.raises(
         ServerStartError,
-        match=rf"cannot serve at {host}:any port: .*is it an address of this machine",
+        match=rf"cannot serve at {host}:any port: .*check that it is an address of this machine",
     ):
         server.start()
 
@@ -304,16 +304,16 @@ def test_the_command(checkpoints, tmp_path):
         ({"hf_token": "sesame"}, "hf-token .*; export HF_TOKEN"),
         (
             {"kv_transfer_config": {"kv_connector_extra_config": {"password": "sesame"}}},
-            "from the environment or a file",
+            "into the environment or a file",
         ),
         (
             {"kv_transfer_config": '{"extra": [{"api_key": "sesame"}]}'},
-            "from the environment or a file",
+            "into the environment or a file",
         ),
-        ({"otlp_traces_endpoint": "https://me:sesame@host/v1"}, "leave out the credentials"),
+        ({"otlp_traces_endpoint": "https://me:sesame@host/v1"}, "remove the credentials"),
         (
             {"speculative_config": {"model": "https://host/m?token=sesame"}},
-            "leave out the credentials",
+            "remove the credentials",
         ),
     ],
 )
@@ -343,35 +343,30 @@ def test_a_server_s_processes_meet_and_compile_where_nobody_else_can_reach(monke
 
 
 def test_threads_wait_for_a_moment_before_they_sleep(monkeypatch):
-    monkeypatch.setattr("ttrl.server.vllm.is_cpu_build", lambda: True)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    environment = VLLMServer("m", served_model_name="m", log_path="x")._environment()
+    here = {"served_model_name": "m", "log_path": "x", "cpu": True}
+    environment = VLLMServer("m", **here)._environment()
     assert (
         environment["OMP_WAIT_POLICY"] == "PASSIVE"
         and 0 < int(environment["GOMP_SPINCOUNT"]) <= 5000
     )
-    own = VLLMServer("m", served_model_name="m", log_path="x", env={"GOMP_SPINCOUNT": "7"})
+    own = VLLMServer("m", **here, env={"GOMP_SPINCOUNT": "7"})
     assert own._environment()["GOMP_SPINCOUNT"] == "7"
 
 
-def test_a_small_model_s_command_on_a_cpu(tmp_path, monkeypatch):
+def test_a_small_model_s_command_on_a_cpu(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 262, "hidden_size": 128}')
 
-    def line(**arguments):
-        return " ".join(
-            VLLMServer(
-                tmp_path, served_model_name="m", log_path=tmp_path / "log", **arguments
-            )._command()
-        )
+    def line(cpu, **arguments):
+        given = {"served_model_name": "m", "log_path": tmp_path / "log", **arguments}
+        return " ".join(VLLMServer(tmp_path, cpu=cpu, **given)._command())
 
     large, own = "--max-num-seqs 512 --max-num-batched-tokens 8192", {"max_num_batched_tokens": 256}
     for cpu in (True, False):
-        monkeypatch.setattr("ttrl.server.vllm.is_cpu_build", lambda cpu=cpu: cpu)
-        assert (large in line()) == cpu == ("--enforce-eager" in line())
+        assert (large in line(cpu)) == cpu == ("--enforce-eager" in line(cpu))
         # vLLM would end with an error where a step has fewer tokens than sequences.
-        assert "--max-num-batched-tokens 256" in line(
-            extra_args=own
-        ) and "--max-num-seqs" not in line(extra_args=own)
+        given = line(cpu, extra_args=own)
+        assert "--max-num-batched-tokens 256" in given and "--max-num-seqs" not in given
 
 
 TESTS = str(Path(__file__).parents[1])

@@ -7,9 +7,10 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -199,11 +200,20 @@ class ChatHandler(BaseHTTPRequestHandler):
             }
         )
 
-    def send(self, body: Any, *, status: int = 200, kind: str = "application/json") -> None:
+    def send(
+        self,
+        body: Any,
+        *,
+        status: int = 200,
+        kind: str = "application/json",
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 

@@ -13,7 +13,26 @@ from typing import Any
 
 import pytest
 
+from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
+
+
+class KeepsItsCache(JoinedServer):
+    """A client of a real server, whose prefix cache stays as it is whatever it answers."""
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: float = 300.0,
+        headers: dict[str, str] | None = None,
+    ) -> Any:
+        """Send all requests but that one."""
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        return super().request(method, path, body, timeout, headers)
+
 
 # logprob of a token = −(token mod 7) − weight − (cached weight of the prefix)/10; the weight stands
 # in the model folder. So stale "keys and values" show in generations alone, as in vLLM.

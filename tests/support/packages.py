@@ -1,5 +1,6 @@
 """Packages of other people, which register entries with ttrl: laid out as pip would, without pip."""
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -22,6 +23,15 @@ def install(
     (information / "entry_points.txt").write_text("\n".join(lines) + "\n")
     for module, code in modules.items():
         (folder / f"{module}.py").write_text(code)
+
+
+def without(folder: Path, package: str) -> dict[str, str]:
+    """Return the environment of a process to which a package is not installed."""
+    error = f"No module named {package!r}"
+    (folder / f"{package}.py").write_text(
+        f"raise ModuleNotFoundError({error!r}, name={package!r})\n"
+    )
+    return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 def block(language: str) -> str:

@@ -12,11 +12,12 @@ import gc
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,33 @@ def needs(job: dict, other: dict) -> bool:
     return any(
         (job.get(name) or "").startswith(other["output_dir"] + "/") for name in ("model", "state")
     )
+
+
+def finish(worker: str, root: Path, jobs: Sequence[Mapping[str, Any]]) -> None:
+    """Run jobs in the process of a worker, this file or another; fail with what went wrong."""
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, worker, str(root / "jobs.json")],
+        capture_output=True,
+        text=True,
+        timeout=880,
+    )
+    errors = [
+        f"{job['name']}: {error.read_text()[-3000:]}"
+        for job in jobs
+        if (error := Path(job["output_dir"], "error.txt")).exists()
+    ]
+    assert done.returncode == 0 and not errors, "\n".join([done.stderr[-3000:], *errors])
+
+
+def finished(root: Path, jobs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Run jobs; return what the first process of each left, and its folder, by the job's name."""
+    finish(__file__, root, jobs)
+    return {
+        job["name"]: torch.load(Path(job["output_dir"], "result.pt"))
+        | {"folder": Path(job["output_dir"])}
+        for job in jobs
+    }
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ class FakeServer:
 
     def check(self) -> None:
         if self.checkpoint is None:
-            raise ServerError("no server runs; serve() starts one")
+            raise ServerError("no server is running; serve() starts one")
         if self.world.server_is_dead:
             raise ServerDiedError(
                 "the vLLM server was killed by signal 9; its last log lines: boom"

@@ -1,6 +1,7 @@
 """What is said is there when it is said, piped or not."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -47,14 +48,16 @@ def test_a_line_writes_no_escapes(capsys):
     )
 
 
-def test_a_long_line_fits_the_terminal(capsys, monkeypatch):
+def test_a_long_line_fits_the_terminal(capsys):
     text = "iteration   1  " + "  ".join(f"metric_{n} {n / 7:.3f}" for n in range(20))
     Console().line(text, indent=15)
     assert capsys.readouterr().out == text + "\n"  # in a pipe a line stays a line
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    Console().line(text, indent=15)
-    lines = capsys.readouterr().out.splitlines()
+    code = f"from ttrl.system.console import Console\nConsole().line({text!r}, indent=15)"
+    leader, follower = pty.openpty()
+    with open(leader, encoding="utf-8") as shown, open(follower, "w") as terminal:
+        environment = {**os.environ, "COLUMNS": "80"}
+        subprocess.run([sys.executable, "-c", code], stdout=terminal, env=environment)
+        lines = os.read(shown.fileno(), 2**16).decode().splitlines()
     assert len(lines) > 4
     assert all(len(line) <= 80 for line in lines)
     assert all(line.startswith(" " * 15) for line in lines[1:])

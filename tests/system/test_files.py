@@ -2,16 +2,15 @@
 
 import errno
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support import os_calls
 
 from ttrl.errors import StorageError
 from ttrl.system import files
@@ -109,49 +108,42 @@ def test_leftovers_of_a_name_are_not_what_others_write_beside_it(tmp_path: Path)
     assert names(tmp_path) == sorted([theirs, "done"]) and names(tmp_path / "done") == [theirs]
 
 
-def test_who_looks_through_a_folder_passes_over_what_vanishes_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_looks_through_a_folder_passes_over_what_vanishes_meanwhile(tmp_path: Path) -> None:
     """Others rename and remove what is theirs: a killed run's last processes, the pruning of
     checkpoints.
     """
     (tmp_path / "gone").mkdir()
     (tmp_path / "kept" / (files.TEMPORARY_PREFIX + "x")).mkdir(parents=True)
     (tmp_path / "kept" / ("a.log" + RECORD_SUFFIX)).write_text("{}")
-    scan = os.scandir
 
-    def scandir(path: Any = ".") -> Any:
-        if str(path).endswith("gone"):
-            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
-        return scan(path)
+    def vanish(path: object, *_: object) -> None:
+        path = Path(str(path))
+        if path.name == "gone" and path.exists():
+            path.rmdir()
 
-    monkeypatch.setattr(os, "scandir", scandir)
-    assert [path.name for path in files.remove_leftovers(tmp_path)] == [
-        files.TEMPORARY_PREFIX + "x"
-    ]
-    assert reap_leftovers(tmp_path) == []
-    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was a moment ago
-    assert files.read_jsonl(tmp_path / "train.jsonl") == []
+    with os_calls.before("os.scandir", vanish):
+        left = files.remove_leftovers(tmp_path)
+        assert [path.name for path in left] == [files.TEMPORARY_PREFIX + "x"]
+        (tmp_path / "gone").mkdir()
+        assert reap_leftovers(tmp_path) == []
+    assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize(
     ("code", "word"), [(errno.ENOSPC, "make room"), (errno.EACCES, "Permission denied")]
 )
 def test_what_the_system_refuses_becomes_a_storage_error_with_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, word: str
+    tmp_path: Path, code: int, word: str
 ) -> None:
     target = tmp_path / "a.txt"
     files.write_text(target, "old")
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(StorageError, match=word) as caught:
+    with (
+        os_calls.refused("os.rename", code, target),
+        pytest.raises(StorageError, match=word) as caught,
+    ):
         files.write_text(target, "new")
     assert caught.value.errno == code
     assert str(target) in str(caught.value)
-    monkeypatch.undo()
     assert target.read_text() == "old"
     assert names(tmp_path) == ["a.txt"]
 

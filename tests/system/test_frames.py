@@ -1,16 +1,16 @@
 """Results as DataFrames."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.packages import without
 
-from ttrl.errors import UserError
 from ttrl.evaluation.eval_results import EvalResult, SetResult
 from ttrl.loop.train import RunResult
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults
-from ttrl.system.frames import data_frame
 from ttrl.tasks.task import Task
 
 pandas = pytest.importorskip("pandas")
@@ -84,7 +84,12 @@ def test_a_run_has_a_row_for_each_iteration() -> None:
     assert pandas.isna(frame.loc[0, "train.loss"])
 
 
-def test_without_pandas_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UserError, match=r"pip install pandas, or 'ttrl\[pandas\]'"):
-        data_frame([])
+def test_without_pandas_it_says_what_to_install(tmp_path: Path) -> None:
+    code = "from ttrl.system.frames import data_frame\ndata_frame([])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=without(tmp_path, "pandas"),
+        capture_output=True,
+        text=True,
+    )
+    assert "UserError: to_pandas() needs pandas: pip install pandas, or 'ttrl[" in done.stderr

@@ -35,11 +35,8 @@ def test_a_driver_too_old_for_cuda_13_is_told_what_it_needs(
     assert gpus is not None
     supported = HEADERS[driver].split()[-1]
     said = gpu_problem(gpus)
-    start = (
-        f"the NVIDIA driver {driver} supports CUDA up to {supported}, and the packages are built "
-        "with"
-    )
-    assert said.startswith(f"{start} CUDA 13.0, which needs driver 580 or newer")
+    start = f"the NVIDIA driver {driver} supports CUDA up to {supported}, but the packages use "
+    assert said.startswith(f"{start}CUDA 13.0, and that needs driver 580 or newer")
     assert "driver 580 or newer: update the driver" in said and "cuda-compat-13-0" in said
     # Any driver of CUDA 12 runs what was built with a later one.
     assert gpu_problem(gpus, (12, 9)) == ""

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import save_file
 
 from ttrl.errors import ModelFolderError
-from ttrl.system import weight_files
 from ttrl.system.weight_files import check_tied_head, stored_tensors
 
 EMBEDDINGS = torch.arange(24, dtype=torch.float32).reshape(6, 4)
@@ -21,31 +20,29 @@ def saved(folder, name="model.safetensors", **tensors):
     return path
 
 
-def test_an_equal_head_is_fine_in_one_file_or_several(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_files, "_CHUNK", 16)  # read in several pieces
+def test_an_equal_head_is_fine_in_one_file_or_several(tmp_path):
     one = saved(
         tmp_path,
         model__embed_tokens__weight=EMBEDDINGS,
         a=OTHER,
         lm_head__weight=EMBEDDINGS.clone(),
     )
-    check_tied_head([one])
+    check_tied_head([one], chunk_bytes=16)  # read in several pieces
     first = saved(tmp_path, "first.safetensors", model__embed_tokens__weight=EMBEDDINGS)
     second = saved(tmp_path, "second.safetensors", lm_head__weight=EMBEDDINGS, a=OTHER)
-    check_tied_head([first, second])
+    check_tied_head([first, second], chunk_bytes=16)
     check_tied_head([first])  # no head at all
     check_tied_head([])
 
 
 @pytest.mark.parametrize("row", [0, 5])
-def test_a_head_that_differs_is_named_with_the_embeddings(row, tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_files, "_CHUNK", 16)
+def test_a_head_that_differs_is_named_with_the_embeddings(row, tmp_path):
     head = EMBEDDINGS.clone()
     head[row, 3] += 1
     first = saved(tmp_path, "first.safetensors", transformer__wte__weight=EMBEDDINGS)
     second = saved(tmp_path, "second.safetensors", a=OTHER, lm_head__weight=head)
     with pytest.raises(ModelFolderError) as error:
-        check_tied_head([first, second])
+        check_tied_head([first, second], chunk_bytes=16)
     said = str(error.value)
     assert said.startswith(f"{tmp_path}: config.json ties the output head")
     assert "lm_head.weight in second.safetensors is not transformer.wte.weight in first.s" in said

@@ -6,10 +6,13 @@ import csv
 import json
 import os
 import re
+import subprocess
 import sys
 import types
 
 import pytest
+from support import os_calls
+from support.packages import without
 
 from ttrl.errors import TaskError
 from ttrl.tasks.datasets import RowError, list_field, load_rows, select, text_field
@@ -81,7 +84,7 @@ def test_other_shapes_of_json(tmp_path):
         (
             "x.jsonl",
             '{"question": "  "}',
-            r"line 1: question is '  '; it must be a text that is not empty",
+            r"line 1: question is '  '; it must be a non-empty text",
         ),
         ("x.jsonl", '{"question": 3}', "line 1: question is 3"),
         ("x.jsonl", '{"question": "a", "choices": 3}', "line 1: choices is 3; it must be a list"),
@@ -89,17 +92,17 @@ def test_other_shapes_of_json(tmp_path):
         ("x.jsonl", "[1, 2]", r"line 1: \[1, 2\]; a row is an object"),
         ("x.jsonl", "", r"x\.jsonl: no rows"),
         ("x.json", "[]", r"x\.json: no rows"),
-        ("x.json", '{"a": 1}', r"x\.json: it holds \{'a': 1\}"),
+        ("x.json", '{"a": 1}', r"x\.json holds \{'a': 1\}"),
         ("x.json", "{", r"x\.json: not JSON"),
-        ("x.csv", "question,choices,answer\na,[],1\nb,[\n", "row 2: it has not as many columns"),
-        ("x.csv", "question,choices,answer\na,x,1\n", "row 1: choices is 'x'; .* written as JSON"),
+        ("x.csv", "question,choices,answer\na,[],1\nb,[\n", "row 2: its number of columns"),
+        ("x.csv", "question,choices,answer\na,x,1\n", "row 1: choices is 'x'; .* write it as JSON"),
         (
             "x.csv",
             'question,choices,answer\na,[],1\nb,[],"2\nc,[],3\n',
             "cannot be read: unexpected end",
         ),
         ("x.parquet", "no parquet", r"x\.parquet: cannot be read"),
-        ("x.txt", "a", "files ending in .jsonl"),
+        ("x.txt", "a", "unknown file ending; use .jsonl"),
     ],
 )
 def test_damaged_files(tmp_path, name, content, words):
@@ -128,7 +131,7 @@ def test_other_encodings(tmp_path, suffix):
 )
 def test_no_such_source(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TaskError, match=r"no such file or folder, and no id|no file \*\.json"):
+    with pytest.raises(TaskError, match=r"is neither a file|no file \*\.json"):
         load_rows(source, parse)
 
 
@@ -168,10 +171,10 @@ def test_parts_of_a_split(tmp_path, suffix, inner):
             ["train-00000-of-00001", "train-00001-of-00001"],
             "train has the parts 0-1; its names say 0",
         ),
-        (["train-00000-of-00001", "train-00000-of-00002"], "parts of several sets lie together"),
+        (["train-00000-of-00001", "train-00000-of-00002"], "it has parts of several sets"),
         (
             ["train-00000-of-00001-aa", "train-00000-of-00001-bb"],
-            "parts of several sets lie together",
+            "it has parts of several sets",
         ),
     ],
 )
@@ -195,17 +198,18 @@ def hub(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "datasets", fake)
     proxies = [name for name in os.environ if name.lower().endswith("_proxy")]
-    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", *proxies):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", *proxies):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "https://localhost/mirror")
     asked = []
 
-    def look_up(*address):
-        asked.append(address)
-        if address[0] == "hub.local":
+    def look_up(name, port, *_):
+        asked.append((name, port))
+        if name != "localhost":
             raise OSError("Name or service not known")
 
-    monkeypatch.setattr("socket.getaddrinfo", look_up)
-    return asked
+    with os_calls.before("socket.getaddrinfo", look_up):
+        yield asked
 
 
 def test_no_way_to_the_hub(hub, monkeypatch):
@@ -213,13 +217,15 @@ def test_no_way_to_the_hub(hub, monkeypatch):
     without the address.
     """
     load_rows("a/b", parse, splits=("train",), config="main")
-    assert hub == [("huggingface.co", 443)]
+    assert hub == [("localhost", 443)]
+    monkeypatch.delenv("HF_ENDPOINT")
     with pytest.raises(
         TaskError,
-        match=r"a/b \(main\): no way to the Hugging Face hub: hub\.local: Name .* HF_HUB_OFFLINE=1",
+        match=r"a/b \(main\): the Hugging Face hub cannot be reached: huggingface\.co: Name .* "
+        "HF_HUB_OFFLINE=1",
     ):
-        monkeypatch.setenv("HF_ENDPOINT", "https://hub.local/mirror")
         load_rows("a/b", parse, splits=("train",), config="main")
+    assert hub[1:] == [("huggingface.co", 443)]
     with monkeypatch.context() as offline:
         offline.setenv("HF_HUB_OFFLINE", "1")
         assert load_rows("a/b", parse, splits=("train",), config="main") == PARSED
@@ -269,13 +275,12 @@ def test_a_question_is_asked_once_and_other_answers_are_named(tmp_path, caplog):
 
     assert sorted(chosen(found, answer=lambda row: row[2])) == sorted([found[0], found[3]])
     assert caplog.messages == [
-        "sums: 3 rows left out, each a question that came before; 1 with another answer than the "
-        "first, "
-        f"which is kept: {tmp_path}/x.jsonl, line 3: 8 against {tmp_path}/x.jsonl, line 1: 7"
+        "sums: 3 rows left out, repeating an earlier question; 1 of them with another answer; the "
+        f"first answer counts: {tmp_path}/x.jsonl, line 3: 8 against {tmp_path}/x.jsonl, line 1: 7"
     ]
     caplog.clear()
     assert len(chosen(found[:2])) == 1  # a list without places
-    assert caplog.messages == ["sums: 1 row left out, each a question that came before"]
+    assert caplog.messages == ["sums: 1 row left out, repeating an earlier question"]
     caplog.clear()
     many = [("q", number) for number in range(9)]
     assert chosen(many) == [("q", 0)]
@@ -356,15 +361,25 @@ def test_families_ask_a_question_once(tmp_path, caplog, monkeypatch, function, r
     splits = ["train", "validation", "test"] if module == "nyt_connections" else splits
     tasks = [task for split in splits for task in getattr(family, name)(split, None, path=path)]
     assert len(tasks) == 1
-    assert "2 rows left out, each a question that came before; 1 with another answer" in caplog.text
+    assert (
+        "2 rows left out, repeating an earlier question; 1 of them with another answer"
+        in caplog.text
+    )
     for place in ("line 1", "line 3") if module != "nyt_connections" else ("game 0", "game 2"):
         assert f"{path}, {place}: " in caplog.text
 
 
-def test_no_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(TaskError, match=r"need the package datasets: pip install 'ttrl\[tasks\]'"):
-        load_rows("a/b", parse, splits=("train",))
+def test_no_package(tmp_path):
+    code = "from ttrl.tasks.datasets import load_rows\nload_rows('a/b', str, splits=('train',))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=without(tmp_path, "datasets"),
+        capture_output=True,
+        text=True,
+    )
+    assert "TaskError: a/b: data sets of the Hugging Face hub need the package datasets: pip " in (
+        done.stderr
+    )
 
 
 def test_select():

@@ -163,7 +163,7 @@ def test_examples():
         (
             ("validation", 10_000),
             {"min_length": 3, "max_length": 3},
-            "10000 validation questions: there are words for",
+            "10000 validation questions, but there are words for",
         ),
     ],
 )

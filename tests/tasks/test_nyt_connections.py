@@ -210,7 +210,7 @@ def test_a_row_for_each_word(caplog):
     (three,) = read_puzzles(rows, "x")
     assert (
         three.id == "3"
-        and "x: 2 of 3 games are left out, as words are missing: ['1', '2']" in caplog.text
+        and "x: 2 of 3 games are left out because of missing words: ['1', '2']" in caplog.text
     )
     with pytest.raises(TaskError, match="x: words are missing in all of its 1 games"):
         read_puzzles(rows[:15], "x")
@@ -333,7 +333,7 @@ def test_commas_in_words(reply):
         ({"groups": 3}, "not iterable"),
         ({"groups": "x"}, "neither JSON nor Python's lists"),
         ({"groups": [["a"] * 4] * 4}, "no word twice"),
-        ({"groups": GROUPS[:3]}, "must be 4 groups"),
+        ({"groups": GROUPS[:3]}, "give 4 groups"),
         ({"groups": ["abcd", "efgh", "ijkl", "mnop"]}, "a group is 'abcd'"),
         ({"groups": [[1, 2, 3, 4], *GROUPS[1:]]}, "a group is"),
         ({"groups": [{"theme": "x"}, *GROUPS[1:]]}, "no field 'members'"),

@@ -4,7 +4,9 @@ Stockfish where it is installed.
 
 import os
 import pickle
+import re
 import sys
+import time
 
 import pytest
 
@@ -19,11 +21,13 @@ from ttrl.tasks.stockfish import Stockfish  # noqa: E402
 FEN = chess.STARTING_FEN
 
 ENGINE = """#!{python} -IS
-import sys
+import os, sys, time
 log = open({log!r}, "a")
 for line in sys.stdin:
     words = line.split()
     if words[0] == "uci":
+        log.write(f"pid {{os.getpid()}}\n")
+        log.flush()
         print("option name Threads type spin default 1 min 1 max 4")
         print("uciok")
     elif words[0] == "isready":
@@ -34,6 +38,8 @@ for line in sys.stdin:
         move = words[-1] if "searchmoves" in words else "e2e4"
         if {dies!r} in line:
             sys.exit(1)
+        if {hangs!r} in line:
+            time.sleep(600)
         print(f"info depth 1 score {{ {scores!r}.get(move, 'cp 50') }} pv {{move}}")
         print("bestmove", move)
     elif words[0] == "quit":
@@ -44,11 +50,15 @@ for line in sys.stdin:
 
 @pytest.fixture
 def engine(tmp_path):
-    def make(scores, dies="never"):
+    def make(scores, dies="never", hangs="never"):
         path = tmp_path / "engine"
         path.write_text(
             ENGINE.format(
-                python=sys.executable, log=str(tmp_path / "log"), scores=scores, dies=dies
+                python=sys.executable,
+                log=str(tmp_path / "log"),
+                scores=scores,
+                dies=dies,
+                hangs=hangs,
             )
         )
         path.chmod(0o755)
@@ -89,30 +99,20 @@ def test_an_engine_that_dies(engine):
         judge(FEN, "e2e4")
 
 
-def test_an_engine_that_is_too_slow_is_ended(engine, monkeypatch):
+def test_an_engine_that_is_too_slow_is_ended(engine, tmp_path):
     """Or it would search on beside the next one."""
-    started = []
 
-    class Slow:
-        closed = False
+    class Hasty(Stockfish):
+        longest_seconds = late_seconds = 0.1
 
-        def analyse(self, *_, **__):
-            raise TimeoutError
-
-        def close(self):
-            self.closed = True
-
-        def quit(self):
-            pass
-
-    def start(program):
-        started.append(Slow())
-        return stockfish._engines.setdefault((os.getpid(), program), started[-1])
-
-    monkeypatch.setattr(stockfish, "_engine", start)
     with pytest.raises(GraderError, match="failed twice: TimeoutError"):
-        Stockfish(engine({}), nodes=10)(FEN, "e2e4")
-    assert [one.closed for one in started] == [True, True]
+        Hasty(engine({}, hangs="go"), nodes=10)(FEN, "e2e4")
+    pids = re.findall(r"pid (\d+)", (tmp_path / "log").read_text())
+    deadline = time.monotonic() + 60
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(pids) == 2
 
 
 def test_refusals(tmp_path, engine):

@@ -188,9 +188,7 @@ def test_nothing_is_published_that_a_model_folder_only_links_to(
     model = shutil.copytree(model_folder("qwen3"), tmp_path / "model")
     (model / link).parent.mkdir(exist_ok=True)
     (model / link).symlink_to(secrets if link.endswith("templates") else secrets / "id.jinja")
-    with pytest.raises(
-        ModelFolderError, match=f"{link} is a link to .*, which is no file of a model"
-    ):
+    with pytest.raises(ModelFolderError, match=f"{link} is a link to .*, not a file of a model"):
         save_checkpoint(tmp_path / "out", load_policy(model), model, HERE)
     assert not (tmp_path / "out").exists()
 

@@ -253,7 +253,7 @@ def test_what_cannot_be_parked_is_read_from_files(
     check_same(chain("resident", residence, free_memory=True), once)
     assert len(loads) == ITERATIONS and residence._kept is None and not parks
     numbers = (
-        r"0\.0 GiB of the CPU's memory are needed for 4 processes on this machine, and 1\.0 GiB "
+        r"0\.0 GiB of the CPU's memory are needed for 4 processes on this machine, but 1\.0 GiB "
         r"of them are not free"
     )
     assert re.search("read the trainer's weights and state from files.*" + numbers, caplog.text)
@@ -531,7 +531,7 @@ def test_servers_that_share_the_device_read_files_where_nothing_can_be_parked(
     assert (
         not told and not parks and residence._kept is None and residence._memory._descriptor is None
     )
-    assert "servers have to read files" in caplog.text
+    assert "servers must read files" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -565,7 +565,7 @@ def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(
         [chain.iteration("kept", 2, residence, **start, hand_over=True, **settings)], [once[2]]
     )
     another = Residence(HERE)
-    with pytest.raises(RunFolderError, match="does not hold what iteration 1 left"):
+    with pytest.raises(RunFolderError, match="the result of iteration 1 is neither"):
         chain.iteration("another", 1, another, hand_over=True, kept=1, **settings)
     chain.iteration("another", 0, another, hand_over=True, save=False, **settings)
     check_same(

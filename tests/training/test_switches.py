@@ -256,7 +256,7 @@ def test_the_policy_has_the_folders_weights_bit_for_bit(family, model_folder):
         ),
         (
             lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(32)}),
-            r"not expected \['layers\.2\.sa_norm\.scale'\]",
+            r"unexpected \['layers\.2\.sa_norm\.scale'\]",
         ),
     ],
     ids=["missing", "shape", "surplus"],
@@ -282,7 +282,7 @@ def test_weights_that_do_not_fit_are_named(change, text, model_folder, tmp_path)
         ),
         (
             {"optimizer_on_cpu": True, "device": "cuda", "max_grad_norm": 1.0},
-            ["clipping would change nothing"],
+            ["clipping would have no effect"],
         ),
         (
             {
@@ -294,7 +294,7 @@ def test_weights_that_do_not_fit_are_named(change, text, model_folder, tmp_path)
             [
                 "exclude each other",
                 "already has the optimizer",
-                "for optimizer 'adamw', not 'sgd'",
+                "needs optimizer 'adamw', not 'sgd'",
                 "cpu_offload needs a CUDA",
                 "optimizer_on_cpu needs a CUDA",
             ],
@@ -302,16 +302,16 @@ def test_weights_that_do_not_fit_are_named(change, text, model_folder, tmp_path)
         ({"activation_offloading": True}, ["activation_offloading needs a CUDA device"]),
         (
             {"checkpoint_every": 2},
-            ["checkpoint_every is 2, which does nothing without activation_checkpointing"],
+            ["checkpoint_every is 2, but has no effect without activation_checkpointing"],
         ),
-        ({"checkpoint_keeps": "products"}, ["checkpoint_keeps is 'products', which does nothing"]),
+        ({"checkpoint_keeps": "products"}, ["checkpoint_keeps is 'products', but has no effect"]),
         (
             {"checkpoint_keeps": "products", "activation_checkpointing": True, "compile": True},
             ["checkpoint_keeps cannot see into compiled layers"],
         ),
         (
             {"compile": True, "tensor_parallel": 2},
-            ["compile with tensor_parallel; PyTorch's compiler loses"],
+            ["compile with tensor_parallel: PyTorch's compiler loses"],
         ),
         (
             {
@@ -336,17 +336,21 @@ def test_switches_that_exclude_each_other_are_all_named(settings, texts):
 @pytest.mark.parametrize(
     ("processes", "parts", "texts"),
     [
-        (3, 2, ["tensor_parallel is 2, which does not divide the number of processes, 3; start 6"]),
-        (8, 8, ["does not divide the model's num_attention_heads, 4", "num_key_value_heads, 2"]),
-        (4, 4, ["does not divide the model's num_key_value_heads, 2"]),
+        (3, 2, ["tensor_parallel is 2, but the number of processes is 3, not a multiple; start 6"]),
+        (
+            8,
+            8,
+            ["the model's num_attention_heads is 4, not a multiple", "num_key_value_heads is 2"],
+        ),
+        (4, 4, ["the model's num_key_value_heads is 2, not a multiple"]),
         (
             1,
             5,
             [
-                "number of processes, 1; start 5",
-                "num_attention_heads, 4",
-                "num_key_value_heads, 2",
-                "intermediate_size, 48",
+                "number of processes is 1, not a multiple; start 5",
+                "num_attention_heads is 4",
+                "num_key_value_heads is 2",
+                "intermediate_size is 48",
             ],
         ),
     ],
@@ -378,7 +382,7 @@ def test_what_needs_cuda_is_refused_where_auto_finds_none(model_folder, monkeypa
     with (
         pytest.raises(
             ConfigError,
-            match="optimizer_on_cpu is for one process, and there are 2; use cpu_offload",
+            match="optimizer_on_cpu works in one process, but there are 2; use cpu_offload",
         ),
         ranks(settings_of(model_folder(), device="cuda", optimizer_on_cpu=True)),
     ):

@@ -124,7 +124,7 @@ def test_without_memory_for_it(enough, monkeypatch):
     memory = WeightMemory(HERE)
     with pytest.raises(
         StorageError,
-        match=r"no 0\.0 GiB of memory for them: " + ("No space" if enough else "so much is not"),
+        match=r"no 0\.0 GiB of memory for them: " + ("No space" if enough else "not enough"),
     ):
         memory.write([Held("a", (torch.ones(3),))], torch.float32)
     monkeypatch.undo()

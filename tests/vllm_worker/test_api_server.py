@@ -4,13 +4,42 @@ server's port.
 Only the vLLM that is installed has what is replaced.
 """
 
+import contextlib
+import functools
+import importlib
 import os
 import socket
+import sys
+import traceback
 
 import pytest
 import torch
 
 pytestmark = pytest.mark.e2e  # vLLM is imported
+
+
+def in_a_fork(check):
+    """Run a test in a fork of this process: what it replaces in vLLM is replaced only there."""
+
+    @functools.wraps(check)
+    def run():
+        importlib.import_module("vllm.v1.engine.core")  # once, for all forks
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                try:
+                    torch.set_num_threads(1)  # OpenMP's threads are not there after a fork
+                    check()
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                    raise
+            sys.stderr.flush()
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0, "see what it has written to stderr"
+
+    return run
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 3), (300, 512), (5, 70_001)])
@@ -27,24 +56,14 @@ def test_ranks(rows, columns):
         assert torch.equal(found, (x >= values).sum(-1))
 
 
-def test_this_vllm_uses_what_starts_it_sooner(monkeypatch):
+@in_a_fork
+def test_this_vllm_uses_what_starts_it_sooner():
     """Else a server would still start, in twice the time."""
-    from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
     from vllm.v1.sample import sampler
 
     from ttrl.vllm_worker import api_server as serve
 
-    monkeypatch.setattr(serve, "_apply_adapters_by_products", lambda: None)
-    monkeypatch.setattr(serve, "compute_in_float32", lambda: None)
-    replaced = (
-        (utils, "get_mp_context"),
-        (sampler, "batched_count_greater_than"),
-        (registry, "_run_in_subprocess"),
-    )
-    for owner, name in replaced:
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, at the end
-    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
     serve._start_sooner()
     assert utils.get_mp_context().get_start_method() == "fork"
     assert "get_mp_context" in utils.CoreEngineProcManager.__init__.__code__.co_names
@@ -52,10 +71,10 @@ def test_this_vllm_uses_what_starts_it_sooner(monkeypatch):
     assert "batched_count_greater_than" in sampler.Sampler.gather_logprobs.__code__.co_names
 
 
-def test_it_listens_at_the_port_that_is_held_for_it(monkeypatch):
+@in_a_fork
+def test_it_listens_at_the_port_that_is_held_for_it():
     from ttrl.vllm_worker.api_server import share_port
 
-    monkeypatch.setattr(socket.socket, "bind", socket.socket.bind)
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
@@ -132,15 +151,13 @@ def test_adapters_by_products(slots, dtype):
     )
 
 
-def test_this_vllm_applies_adapters_by_products(monkeypatch):
+@in_a_fork
+def test_this_vllm_applies_adapters_by_products():
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
     from ttrl.vllm_worker import api_server as serve
 
-    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
-        for module in (lora_ops, punica_cpu):
-            monkeypatch.setattr(module, name, getattr(module, name))
     serve._apply_adapters_by_products()
     assert punica_cpu.bgmv_shrink is lora_ops.bgmv_shrink is serve.bgmv_shrink
     # These use them.
@@ -205,40 +222,29 @@ def test_the_delta_rule_in_float32_is_that_of_transformers():
     assert torch.allclose(states[1], state[0], atol=1e-5) and not states[0].any()
 
 
-def test_models_that_also_see_pictures_are_imported_without_torchvision(monkeypatch):
-    import importlib
-    import sys
-
+@in_a_fork
+def test_models_that_also_see_pictures_are_imported_without_torchvision():
     from transformers.utils.import_utils import is_torchvision_available
 
     from ttrl.vllm_worker import api_server as serve
 
     if is_torchvision_available():
-        pytest.skip("torchvision is installed")
-    for name in (
-        "torchvision",
-        "torchvision.transforms",
-        "torchvision.transforms.v2",
-        "torchvision.transforms.v2.functional",
-    ):
-        monkeypatch.setitem(sys.modules, name, None)
-        monkeypatch.delitem(sys.modules, name)
+        return
     serve._stand_in_for_torchvision()
     assert importlib.import_module("vllm.model_executor.models.qwen3_5").Qwen3_5ForCausalLM
     assert not is_torchvision_available()
 
 
-def test_queries_with_a_dimension_of_heads_are_turned_as_flat_ones(monkeypatch):
+@in_a_fork
+def test_queries_with_a_dimension_of_heads_are_turned_as_flat_ones():
     """LFM2's, which vLLM 0.32 turns wrongly on CPUs: the canary found log-probabilities 0.7 nats
     off.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     from ttrl.vllm_worker import api_server as serve
 
-    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
     serve._rotate_every_head()
     with set_current_vllm_config(VllmConfig()):
         rope = get_rope(

@@ -23,10 +23,10 @@ from ttrl.facts import Sync
 from ttrl.launch.trainer import Trainer
 from ttrl.records import Handover
 from ttrl.run_folder.folder import RunFolder
+from ttrl.server.model_folder import merge_adapter
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
-from ttrl.weights import policy_server
-from ttrl.weights.policy_server import PolicyServer, make_server
+from ttrl.weights.policy_server import PolicyServer, make_server, server_environments
 from ttrl.weights.sync import SyncReport
 from ttrl.weights.verify import Proof
 
@@ -165,7 +165,7 @@ def config_of(**settings):
 def make(syncs, tmp_path):
     made = []
 
-    def make(look_seconds=0.01, console=None, **settings):
+    def make(look_seconds=0.01, console=None, merge=merge_adapter, **settings):
         config = config_of(**settings)
         keys = config.joined_keys()
         made.append(
@@ -179,6 +179,7 @@ def make(syncs, tmp_path):
                 ],
                 own=FakeVLLM,
                 sync=syncs.sync,
+                merge=merge,
                 look_seconds=look_seconds,
                 look_at_others_seconds=0.0,
             )
@@ -262,7 +263,7 @@ def test_every_change_of_weights_is_proven_and_nothing_else(make, syncs):
 def test_started_ahead_from_the_folder_that_the_checkpoint_links_to(make, syncs):
     server = make()
     server.start(A)
-    with pytest.raises(ServerError, match="no server runs"):
+    with pytest.raises(ServerError, match="no server is running"):
         server.endpoints()  # started is not proven
     assert server.serve(B).mode == "start"
     assert syncs.events == [("sync by start", "B")] and len(FakeVLLM.made) == 1
@@ -276,7 +277,7 @@ def test_after_a_failed_sync_no_server_is_believed(make, syncs, error):
     syncs.fail[made.base_url] = error
     with pytest.raises(type(error)):
         server.serve(B)
-    with pytest.raises(ServerError, match="no server runs"):
+    with pytest.raises(ServerError, match="no server is running"):
         server.endpoints()
     syncs.fail[made.base_url] = WeightSyncError("still differs")
     # Nor are the old weights: who knows which of them were replaced.
@@ -293,7 +294,7 @@ def test_one_that_died_is_started_anew_once(make, syncs, policy, caplog):
     made.dead = True
     facts = server.serve(policy)
     assert facts.mode == "restart" and facts.fell_back == "http://server-0/v1 is gone"
-    assert "a server is gone and is started anew" in caplog.text
+    assert "a server died and restarts" in caplog.text
     syncs.fail[made.base_url] = ServerDiedError("gone again")
     made.dead = True
     with pytest.raises(WeightSyncError, match="died again"):
@@ -408,7 +409,7 @@ def test_rest(make, syncs, weight_sync, events, how):
     server = make(weight_sync=weight_sync, device="cuda")
     server.serve(A)
     server.rest()
-    with pytest.raises(ServerError, match="no server runs"):
+    with pytest.raises(ServerError, match="no server is running"):
         server.endpoints()
     server.serve(B)
     assert FakeVLLM.made[0].events == events and syncs.events == [("sync by start", "A"), *how]
@@ -457,7 +458,7 @@ def test_weights_that_nobody_writes(make, syncs):
     syncs.fail[vllm.base_url] = ServerError("it read other bytes than the trainer wrote")
     with pytest.raises(ServerError, match="other bytes"):
         server.serve(Path("D"), handover, A)
-    with pytest.raises(ServerError, match="memory alone"):
+    with pytest.raises(ServerError, match="only in the trainer's memory"):
         replace(handover, is_written=False).wait_for_files(A)
 
 
@@ -467,7 +468,7 @@ def test_a_trainer_that_ends_before_it_has_written_what_another_server_needs(
     monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
     server = make(weight_sync="memory", servers=0, joined_servers=["http://one:1"])
     server.serve(A)
-    with pytest.raises(ServerError, match="the trainer ended before it had written B"):
+    with pytest.raises(ServerError, match="the trainer ended before it wrote B"):
         server.serve(B, Handover(str(tmp_path / "gone"), [], {}))
 
 
@@ -610,7 +611,7 @@ def test_none_is_left(make, syncs, key):
         client.dead = True
     with pytest.raises(ServerDiedError, match="http://one:1 is gone"):
         server.serve(B)
-    with pytest.raises(ServerError, match="no server runs"):
+    with pytest.raises(ServerError, match="no server is running"):
         server.endpoints()
 
 
@@ -640,19 +641,19 @@ def test_adapters_are_served_beside_the_base(make, syncs, tmp_path):
     assert FakeVLLM.made[1].events == [f"start {other}"]
 
 
-def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, caplog, monkeypatch):
+def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, caplog):
     merged = []
-    monkeypatch.setattr(
-        "ttrl.weights.policy_server.merge_adapter",
-        lambda folder: merged.append((folder, len(syncs.events))),
-    )
+
+    def merge(folder):
+        merged.append((folder, len(syncs.events)))
+
     tuned = adapted(tmp_path / "tuned", "/base")
-    server = make(servers=2, **LORA)
+    server = make(servers=2, merge=merge, **LORA)
     syncs.fail["http://server-1/v1"] = WeightSyncError("no")
     assert server.serve(tuned).fell_back.startswith("vLLM does not serve this run's adapters")
     assert [made.serves_adapters for made in FakeVLLM.made] == [False, False]
     assert [made.events[-1] for made in FakeVLLM.made] == [f"start {tuned}"] * 2
-    assert "given merged weights from now on" in caplog.text
+    assert "gets merged weights from now on" in caplog.text
     assert merged[0] == (tuned, 2)  # once they had refused it, and before they were started with it
     server.serve(other := adapted(tmp_path / "other", "/base"))
     assert merged[-1][0] == other
@@ -670,16 +671,16 @@ def test_adapters_that_are_fetched_are_never_merged(make, syncs, tmp_path, monke
     """Nobody at another site would find merged weights; whoever does not serve the adapter is left
     out.
     """
-    monkeypatch.setattr(policy_server, "merge_adapter", lambda folder: pytest.fail("merged"))
     monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
     tuned = adapted(tmp_path / "iterations/0003/checkpoint", "/base")
-    server = make(run=str(tmp_path), **FETCHED)
+    given = {"run": str(tmp_path), "merge": lambda folder: pytest.fail("merged"), **FETCHED}
+    server = make(**given)
     syncs.fail["http://server-0/v1"] = WeightSyncError("no")
     assert server.serve(tuned).left_out == {"http://server-0/v1": "no"}
     assert FakeVLLM.made[0].serves_adapters and [client.base_url for client in server.servers] == [
         "http://one:1"
     ]
-    other = make(run=str(tmp_path), **FETCHED, servers=0)
+    other = make(**given, servers=0)
     syncs.fail["http://one:1"] = WeightSyncError("no")
     with pytest.raises(WeightSyncError, match=r"^no$"):
         other.serve(tuned)
@@ -692,8 +693,8 @@ def test_adapters_that_are_fetched_are_never_merged(make, syncs, tmp_path, monke
 def test_what_fetching_adapters_takes(change, monkeypatch):
     monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
     problem = (
-        "adapters is 'mirror', which takes a mirror, joined_servers, and adapters as vLLM serves "
-        "them"
+        "adapters is 'mirror', but that needs a mirror, joined_servers, and adapters supported by "
+        "vLLM"
     )
     assert any(line.startswith(problem) for line in config_of(**FETCHED | change).problems())
     assert config_of(**FETCHED).gives_adapters and not config_of(**FETCHED).problems()
@@ -752,17 +753,17 @@ def test_the_key_of_joined_servers(monkeypatch):
     assert "secret" not in str(config_of(**JOINED).to_dict())
     monkeypatch.setenv("TTRL_SERVER_KEY", "two\nlines")
     [problem] = config_of(**JOINED).server_problems()
-    assert "is not one ASCII word" in problem and "two\n" not in problem
+    assert "is not a single ASCII word" in problem and "two\n" not in problem
 
 
 @pytest.mark.parametrize(
     "settings, problem",
     [
         ({"servers": -1}, "servers is -1"),
-        ({"servers": 0}, "nobody would sample"),
+        ({"servers": 0}, "no server would sample"),
         ({"joined_servers": ["10.0.0.7:8000"]}, "is not an address such as"),
         ({"joined_servers": ["http://h:80x"]}, "is not an address such as"),
-        ({"joined_servers": ["http://user:secret@h:1"]}, "keys go into a file"),
+        ({"joined_servers": ["http://user:secret@h:1"]}, "put keys into TTRL_SERVER_KEY"),
         ({"joined_servers": ["http://h:1", "http://h:1/v1"]}, "names a server twice"),
     ],
 )
@@ -774,11 +775,10 @@ def test_settings_that_cannot_be_meant(settings, problem):
 @pytest.mark.parametrize(
     "way", [{"weight_sync": "sleep"}, {"weight_sync": "memory"}, {"weight_sync": "reload"}], ids=str
 )
-def test_servers_that_will_sleep_are_started_so(way, monkeypatch):
-    monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
+def test_servers_that_will_sleep_are_started_so(way):
     sleeps = {
         placement: "enable-sleep-mode"
-        in make_server(config_of(placement=placement, **way), A, Path("log")).extra_args
+        in make_server(config_of(placement=placement, **way), A, Path("log"), cpu=False).extra_args
         for placement in ("colocated", "split")
     }
     together = way["weight_sync"] != "reload"
@@ -791,22 +791,20 @@ def test_devices_are_divided(syncs, monkeypatch):
         ConfigError, match=r"servers is 3, with 2 GPUs each .* but there are 5 GPUs"
     ):
         shares_of_devices(3, 2, list("01234"))
-    monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     config = config_of(servers=2, server={"tensor_parallel_size": 2})
-    assert policy_server._environments(config) == [
+    assert server_environments(config, cpu=False) == [
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "6,7"},
     ]
     ray = config_of(
         servers=2, server={"tensor_parallel_size": 8, "distributed_executor_backend": "ray"}
     )
-    assert policy_server._environments(ray) == [{}, {}]
+    assert server_environments(ray, cpu=False) == [{}, {}]
 
 
 def test_trainer_and_servers_that_are_split_have_no_gpu_in_common(syncs, tmp_path, monkeypatch):
     """One server too, which elsewhere takes the first GPU."""
-    monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-x,6,7")
     for servers, each, expected in ((1, 1, ["6"]), (2, 1, ["6", "7"]), (1, 2, ["6,7"])):
         config = config_of(
@@ -815,7 +813,7 @@ def test_trainer_and_servers_that_are_split_have_no_gpu_in_common(syncs, tmp_pat
             servers=servers,
             server={"tensor_parallel_size": each},
         )
-        assert policy_server._environments(config) == [
+        assert server_environments(config, cpu=False) == [
             {"CUDA_VISIBLE_DEVICES": share} for share in expected
         ]
     trainer = Trainer(config, RunFolder(tmp_path), Console(quiet=True))
@@ -829,4 +827,4 @@ def test_trainer_and_servers_that_are_split_have_no_gpu_in_common(syncs, tmp_pat
             == {}
         )
     with pytest.raises(ConfigError, match="none is left to serve"):
-        policy_server._environments(config_of(placement="split", nproc_per_node=4))
+        server_environments(config_of(placement="split", nproc_per_node=4), cpu=False)

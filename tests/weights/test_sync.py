@@ -69,14 +69,14 @@ def test_from_memory(fake_server, checkpoints):
 @pytest.mark.parametrize(
     "behaviour, reason",
     [
-        ("ignore-memory", "what the server holds differs"),
+        ("ignore-memory", "the server's weights differ"),
         (
             "refuse-memory",
             "ServerError: POST /collective_rpc: the server answered 500: .*shape mismatch",
         ),
         ("gone", "no such memory"),
         # The canary sees nothing.
-        ("changed", "^1 tensors in memory are not those that the trainer wrote, such as w$"),
+        ("changed", "^1 tensors in memory differ from the trainer's, such as w$"),
     ],
 )
 def test_where_memory_fails_files_are_read(fake_server, checkpoints, behaviour, reason):
@@ -96,7 +96,7 @@ def test_files_that_come_later(fake_server, checkpoints, tmp_path):
     handover, later = held_out(checkpoints[1]), tmp_path / "later"
     with fake_server() as server:
         assert sync_weights(server, later, handover=handover).mode == "memory"
-        with pytest.raises(ServerError, match=r"the trainer ended before it had written .*/later"):
+        with pytest.raises(ServerError, match=r"the trainer ended before it wrote .*/later"):
             sync_weights(server, later, handover=dataclasses.replace(handover, memory="/nowhere"))
         writing = threading.Timer(0.5, lambda: checkpoints[1].rename(later))
         handover = dataclasses.replace(
@@ -147,7 +147,18 @@ def test_one_that_did_not_come_out_well_at_its_start_is_given_the_weights_again(
     with fake_server() as server:
         (old / "weight").write_text("0.5")
         assert sync_weights(server, old, mode="start").mode == "reload"
-    assert "did not load its weights as it should" in caplog.text
+    assert "did not load its weights correctly" in caplog.text
+
+
+def mend_at_its_start(server):
+    """Let it behave once it is started again."""
+    start = server.start
+
+    def mended():
+        server.behaviour = "fine"
+        return start()
+
+    server.start = mended
 
 
 @pytest.mark.long(
@@ -158,9 +169,9 @@ def test_one_that_did_not_come_out_well_at_its_start_is_given_the_weights_again(
     [
         (
             "ignore-reload",
-            r"what the server holds differs: w: 1 elements are not those of the files$",
+            r"the server's weights differ: w: 1 elements are not those of the files$",
         ),
-        ("differs", r"what the server holds differs"),  # the canary sees nothing
+        ("differs", r"the server's weights differ"),  # the canary sees nothing
         (
             "blind",  # nor does the comparison
             r"largest .* 0\.275 > 0\.001 \(float32\).*prompt position 1 \(token 4\): server "
@@ -174,8 +185,7 @@ def test_one_that_did_not_come_out_well_at_its_start_is_given_the_weights_again(
 def test_a_failed_reload_falls_back_to_a_restart(fake_server, checkpoints, behaviour, reason):
     """Long for the other failures: only these are noticed by the comparison or the canary."""
     with fake_server(behaviour) as server:
-        start = server.start
-        server.start = lambda: (setattr(server, "behaviour", "fine"), start())
+        mend_at_its_start(server)
         report = sync_weights(server, checkpoints[1])
         assert report.mode == "restart" and report.proof.canary_max_difference < 1e-9
         assert re.search(reason, report.fell_back), report.fell_back
@@ -184,10 +194,9 @@ def test_a_failed_reload_falls_back_to_a_restart(fake_server, checkpoints, behav
 def test_an_old_prefix_cache_is_seen_where_half_precision_hides_it(fake_server, checkpoints):
     with fake_server("keep-cache") as server:
         server.dtype = "bfloat16"
-        start = server.start
-        server.start = lambda: (setattr(server, "behaviour", "fine"), start())
+        mend_at_its_start(server)
         assert (
-            "tokens came from the prefix cache, which was emptied"
+            "tokens came from the emptied prefix cache"
             in sync_weights(server, checkpoints[1]).fell_back
         )
 
@@ -235,7 +244,7 @@ def test_tensors_that_the_trainer_did_not_write(fake_server, checkpoints):
     (checkpoints[1] / "canary.json").write_text(json.dumps(canary | {"weights": {"v": "0"}}))
     with (
         fake_server() as server,
-        pytest.raises(WeightSyncError, match="1 tensors in the files are none of the trainer's"),
+        pytest.raises(WeightSyncError, match="1 tensors in the files are unknown to the trainer"),
     ):
         sync_weights(server, checkpoints[1])
 
@@ -252,7 +261,7 @@ def test_where_weights_cannot_be_compared_the_canary_decides_and_it_is_said(
 ):
     with fake_server("cannot-compare") as server:
         assert sync_weights(server, checkpoints[1]).proof.compared == 0
-    assert "the canary alone speaks for them: KeyError: 'w'" in caplog.text
+    assert "only the canary checks them: KeyError: 'w'" in caplog.text
 
 
 def test_requests_that_name_weights_are_refused_from_the_sync_on_until_it_was_opened(
@@ -342,7 +351,7 @@ def test_a_server_of_somebody_else_is_not_restarted(fake_server, checkpoints):
             there.root_url + "/v1/", served_model_name="m", dtype="float32", api_key=there.api_key
         )
         assert server.base_url == there.base_url
-        with pytest.raises(WeightSyncError, match=r"cannot be restarted from here.*ttrl serve"):
+        with pytest.raises(WeightSyncError, match=r"this process cannot restart it.*ttrl serve"):
             sync_weights(server, checkpoints[1])
         there.stop()
         with pytest.raises(ServerDiedError, match="cannot be reached"):
@@ -359,7 +368,7 @@ def test_weights_that_were_brought_nearer_are_held_to_the_trainers_digests(
         server = joined(there, bring=lambda server, checkpoint: contextlib.nullcontext(places))
         assert sync_weights(server, checkpoints[1]).proof.compared == 4
         (near / "weight").write_text((checkpoints[0] / "weight").read_text())
-        with pytest.raises(WeightSyncError, match="not those that the trainer wrote"):
+        with pytest.raises(WeightSyncError, match="differ from the trainer's"):
             sync_weights(server, checkpoints[1])
 
 
@@ -381,7 +390,7 @@ def test_where_what_was_brought_fails_the_checkpoint_itself_is_read(
     with fake_server() as there:
         report = sync_weights(joined(there, bring=bring), checkpoints[1])
     assert report.mode == "reload" and report.fell_back is None and given_back == [near]
-    reason = "no such memory" if weight is None else "not those that the trainer wrote"
+    reason = "no such memory" if weight is None else "differ from the trainer's"
     assert reason in report.files_because
 
 
@@ -440,7 +449,7 @@ def test_with_all_weights_proven_other_logprobs_are_a_warning(
             and report.proof.is_whole
         )
         assert report.proof.canary_max_difference == pytest.approx(0.5)
-        assert "has the trainer's weights, bit for bit, and computes something else" in caplog.text
+        assert "has the trainer's weights, bit for bit, but computes different" in caplog.text
         caplog.clear()
         # Now that is known of this server.
         assert sync_weights(server, checkpoints[0]).mode == "reload"
@@ -484,7 +493,7 @@ def test_nothing_is_proven_without_the_trainers_record_of_the_weights(fake_serve
         )
         content = json.loads((checkpoints[1] / "canary.json").read_text())
         (checkpoints[1] / "canary.json").write_text(json.dumps(content | {"weights": {}}))
-        with pytest.raises(WeightSyncError, match="cannot be restarted from here"):
+        with pytest.raises(WeightSyncError, match="this process cannot restart it"):
             sync_weights(server, checkpoints[1])
         with pytest.raises(WeightSyncError, match="after a restart"):
             sync_weights(there, checkpoints[1])
@@ -549,10 +558,9 @@ def test_a_measure_that_makes_no_sense_is_refused(checkpoints, tmp_path, measure
         Canary.load(tmp_path)
 
 
-def test_a_server_that_stays_busy(fake_server, monkeypatch):
-    monkeypatch.setattr(sync, "_DRAIN_SECONDS", 0.0)
-    with fake_server() as server, pytest.raises(ServerError, match="are requests running"):
-        sync.reset_prefix_cache(server)
+def test_a_server_that_stays_busy(fake_server):
+    with fake_server() as server, pytest.raises(ServerError, match="check for running requests"):
+        sync.reset_prefix_cache(server, drain_seconds=0.0)
 
 
 def test_a_restart_that_fails(fake_server, checkpoints):
@@ -568,7 +576,7 @@ def test_a_restart_that_fails(fake_server, checkpoints):
         (None, "does not exist"),
         ("{", "is damaged"),
         ("[]", "is damaged"),
-        ({"schema": 2}, "schema 2, this version reads 1"),
+        ({"schema": 2}, "schema 2, but this version reads 1"),
         ({"logprobs": [None, -1.0]}, "37 token ids and 2 logprobs"),
         ({"logprobs": [None] * 37}, "not a finite number"),
         ({"weights": ["x"]}, "is damaged"),
@@ -585,6 +593,6 @@ def test_a_canary_that_cannot_be_used(checkpoints, change, message):
     else:
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(
-        ModelFolderError, match=rf"canary\.json.*{message}.*without it nobody can tell"
+        ModelFolderError, match=rf"canary\.json.*{message}.*without it, ttrl cannot check"
     ):
         Canary.load(checkpoints[0])

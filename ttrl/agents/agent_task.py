@@ -42,12 +42,6 @@ def agent_task(
 ) -> Task:
     """Return a task for an agent of an OpenAI-compatible endpoint; its requests are the rollout.
 
-        async def agent(session):
-            client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
-            ...  # anything; model=session.model
-
-        agent_task(agent, grader, messages="Find the fault in main.py.")
-
     agent: `async def agent(session)`, returning the reward, (reward, metrics) or None; or a
         command. A command finds the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL,
         and {"id", "sample", "messages"} in the file named by TTRL_AGENT_TASK. It is stopped with
@@ -65,6 +59,18 @@ def agent_task(
         Waiting for a turn does not count towards `limits.seconds`.
 
     Raises TaskError for an agent of any other type.
+
+    >>> async def agent(session):
+    ...     from openai import AsyncOpenAI
+    ...     client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+    ...     await client.chat.completions.create(model=session.model, messages=session.messages)
+    >>> def right(choice):
+    ...     return float("5" in choice.message.content)
+    >>> task = agent_task(agent, right, messages="What is 2 + 3?", id="sums/5")
+    >>> server = "http://127.0.0.1:8000/v1"
+    >>> results = asyncio.run(get_task_results([task], server, "m", n=2, pbar=False))
+    >>> results[0].rewards
+    [1.0, 1.0]
     """
     is_command = (
         isinstance(agent, Sequence)
@@ -84,13 +90,13 @@ def agent_task(
     else:
         given = [dict(message) for message in messages]
     if at_once is not None and (type(at_once) is not int or at_once < 1):
-        raise TaskError(f"at_once is {at_once!r}; give a number of programs of at least 1, or None")
+        raise TaskError(f"at_once is {at_once!r}; give at least 1 program, or None")
     others = dict(beside or {})
     for name, server in others.items():
         transport_for(server)  # raises if it is no server
         if name == MODEL:
             raise TaskError(
-                f"beside names a model {MODEL!r}, which is the policy's own name; give it another"
+                f"beside names a model {MODEL!r}, but that is the policy's own name; choose another"
             )
     rollout = _AgentRollout(
         agent if callable(agent) else tuple(agent),
@@ -148,7 +154,7 @@ class _AgentRollout:
             raise session.failure
         if not session.num_replies and session.limit is None:
             raise RolloutError(
-                f"{place}: the agent ended without a reply of the model; point its client at "
+                f"{place}: the agent ended without asking the model; point its client at "
                 "session.base_url"
             )
         posted: Grade | None = session.reward
@@ -163,7 +169,8 @@ class _AgentRollout:
         coroutine = self.agent(session)
         if not inspect.isawaitable(coroutine):
             raise RolloutError(
-                f"{place}: the agent is no coroutine function; write it as async def agent(session)"
+                f"{place}: the agent is not a coroutine function; write it as async def "
+                "agent(session)"
             )
         output: GraderOutput | None = await coroutine
         return output

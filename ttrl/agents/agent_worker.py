@@ -100,8 +100,8 @@ async def play_verifiers(order: Order) -> tuple[float, dict[str, float]]:
     (task,) = environment.taskset.include(idx=[str(order.idx)])
     if task.key != order.key:
         raise RuntimeError(
-            f"task {order.idx} is another one than when the tasks were listed; does load() "
-            "draw at random?"
+            f"task {order.idx} differs from the listed one; make load() return the same tasks "
+            "each time"
         )
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     context = ModelContext(
@@ -117,7 +117,7 @@ async def play_verifiers(order: Order) -> tuple[float, dict[str, float]]:
     if len(episode.traces) != 1 or not episode.traces[0].agent.trainable:
         names = ", ".join(trace.agent.name for trace in episode.traces)
         raise RuntimeError(
-            f"the episode has several agents ({names}); ttrl plays those with one, which is trained"
+            f"the episode has several agents ({names}); ttrl trains one agent per episode"
         )
     (trace,) = episode.traces
     if trace.is_timeout and trace.stop_condition in (
@@ -125,7 +125,7 @@ async def play_verifiers(order: Order) -> tuple[float, dict[str, float]]:
         "finalize_timeout",
         "scoring_timeout",
     ):
-        raise RuntimeError(f"the task's own limit was reached: {trace.stop_condition}")
+        raise RuntimeError(f"the episode reached the task's own limit: {trace.stop_condition}")
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {
         name: value for name, value in {**trace.metrics, **scores}.items() if value is not None
@@ -246,10 +246,10 @@ def number(value: Any, what: str) -> float:
     from inspect_ai.scorer import value_to_float
 
     if isinstance(value, list) or value is None:
-        raise RuntimeError(f"{what} is {value!r}, which is no number")
+        raise RuntimeError(f"{what} is {value!r}, not a number")
     found = float(value_to_float()(value))
     if not math.isfinite(found):
-        raise RuntimeError(f"{what} is {value!r}, which is no number: the sample was not scored")
+        raise RuntimeError(f"{what} is {value!r}, not a number: the sample was not scored")
     return found
 
 

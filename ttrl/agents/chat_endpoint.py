@@ -31,7 +31,9 @@ def read(body: Mapping[str, Any]) -> Asked:
     for number, message in enumerate(given):
         found = part_that_is_no_text(message.get("content"))
         if found is not None:
-            raise UserError(f"messages[{number}] holds {found}; the policy is trained on text")
+            raise UserError(
+                f"messages[{number}] holds {found}; send text only: the policy trains on text"
+            )
         if message.get("role") == "prompt":
             raise UserError(
                 f"messages[{number}] has the role 'prompt'; send prompts to /v1/completions"

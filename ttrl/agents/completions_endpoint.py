@@ -28,13 +28,13 @@ def read(body: Mapping[str, Any]) -> Asked:
         or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
     ):
         raise UserError(
-            f"prompt is {short(prompt, 60)}; give one prompt, a text or a list of token ids"
+            f"prompt is {short(prompt, 60)}; give one prompt: a text or a list of token ids"
         )
     logprobs = body.get("logprobs")
     if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= 1):
         raise UserError(
-            f"logprobs is {short(logprobs, 60)}; a session gives those of the generated tokens "
-            "alone: 0 or 1"
+            f"logprobs is {short(logprobs, 60)}; set it to 0 or 1: a session returns only those of "
+            "the generated tokens"
         )
     limit = body.get("max_tokens")
     return Asked(

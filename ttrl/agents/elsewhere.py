@@ -22,7 +22,7 @@ from ttrl.errors import TaskError, UserError
 from ttrl.system.processes import ChildProcess, without_secrets
 from ttrl.text import harmless
 
-_SECONDS = 600.0
+LIST_SECONDS = 600.0
 """Limit of a listing."""
 _LAST_ERROR = re.compile(r"^(?=[\w.]+(?:Error|Exception|Exit)\b)", re.MULTILINE)
 
@@ -51,15 +51,19 @@ def variable(package: str) -> str:
     return f"TTRL_{package.upper()}_PYTHON"
 
 
-def list_rows(program: Sequence[str], order: Order, name: str) -> list[Mapping[str, Any]]:
-    """Return the worker's listing, cached for this process. Raises TaskError."""
-    text = _listed(tuple(program), json.dumps(asdict(order)), name)
+def list_rows(
+    program: Sequence[str], order: Order, name: str, seconds: float = LIST_SECONDS
+) -> list[Mapping[str, Any]]:
+    """Return the worker's listing, cached for this process. Raises TaskError, also after these
+    seconds.
+    """
+    text = _listed(tuple(program), json.dumps(asdict(order)), name, seconds)
     # Packages may print to stdout as well.
     return [json.loads(line) for line in text.splitlines() if line.startswith('{"idx": ')]
 
 
 @functools.lru_cache(8)
-def _listed(program: tuple[str, ...], order: str, name: str) -> str:
+def _listed(program: tuple[str, ...], order: str, name: str, seconds: float) -> str:
     with tempfile.TemporaryDirectory(prefix="ttrl-list-") as folder:
         rows = Path(folder, "rows")
         log = Path(folder, "log")
@@ -67,11 +71,11 @@ def _listed(program: tuple[str, ...], order: str, name: str) -> str:
             pipes = (nothing.fileno(), listed.fileno())
             try:
                 with ChildProcess([*program, order], log, without_secrets(), pipes=pipes) as child:
-                    status = child.wait(_SECONDS)
+                    status = child.wait(seconds)
             except TimeoutError:
                 raise TaskError(
-                    f"{name}: listing its tasks took longer than {_SECONDS:g} s; does the package "
-                    "wait for something, such as a download?"
+                    f"{name}: listing its tasks took more than {seconds:g} s; check whether the "
+                    "package waits for something, such as a download"
                 ) from None
             except (UserError, OSError) as error:
                 raise TaskError(f"{name}: {error}") from None
@@ -81,5 +85,5 @@ def _listed(program: tuple[str, ...], order: str, name: str) -> str:
     said = " ".join(_LAST_ERROR.split(errors)[-1].split())[:600]
     package = name.partition(":")[0]
     if said.startswith("ModuleNotFoundError") and f"'{package}" in said:
-        said += f"; name a Python that has it in {variable(package)}"
+        said += f"; set {variable(package)} to a Python with it"
     raise TaskError(f"{name} cannot be loaded: {harmless(said)}")

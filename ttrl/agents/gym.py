@@ -58,7 +58,7 @@ def gym_tasks(
     if type(n) is not int or n < 1 or not name or not prompt:
         raise TaskError(
             f"gym_tasks: n is {n!r}, name {name!r}, prompt {short(prompt, 40)}; give a number "
-            "above 0, a name, a prompt"
+            "above 0, a name and a prompt"
         )
     try:
         environment = make()
@@ -130,8 +130,8 @@ class Game:
             observation, reward, terminated, truncated, _ = self._parts(found, 5)
             if not is_number(reward):
                 raise RolloutError(
-                    f"environment {self.name}: step gave the reward {reward!r}; it gives a "
-                    "finite number"
+                    f"environment {self.name}: step returned the reward {reward!r}; it must return "
+                    "a finite number"
                 )
             steps = steps + 1
             total = total + float(reward)
@@ -147,8 +147,8 @@ class Game:
                 names = "(observation, reward, terminated, truncated, info)"
             method = "reset" if count == 2 else "step"
             raise RolloutError(
-                f"environment {self.name}: {method} gave {short(found, 80)}; Gymnasium's gives "
-                f"{names}"
+                f"environment {self.name}: {method} returned {short(found, 80)}; Gymnasium's "
+                f"returns {names}"
             )
         return found
 

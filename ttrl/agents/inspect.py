@@ -19,8 +19,8 @@ from ttrl.tasks.task import RolloutLimits, Task, question
 
 _MOST = 100_000
 _ONLY_EVALUATES = (
-    "a scorer of inspect that asks a model asks the policy, whose verdicts would be trained as "
-    "answers"
+    "a scorer of inspect with a model would ask the policy, and its verdicts would be trained as "
+    "replies"
 )
 
 

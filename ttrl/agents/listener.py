@@ -109,7 +109,7 @@ class Listener:
             if session is None or request.match_info.get("id", session.id) != session.id:
                 return refusal(
                     401,
-                    "a session wants its own key, and this is none of a session that goes on",
+                    "unknown key: send the key of an open session",
                     "invalid_api_key",
                 )
             if session.is_over:
@@ -122,7 +122,9 @@ class Listener:
 def _with_key(handler: Handler, key: str) -> Handler:
     async def answer(request: web.Request) -> web.StreamResponse:
         if _digest(_key(request)) != _digest(key):
-            return refusal(401, "sessions are opened with the proxy's own key", "invalid_api_key")
+            return refusal(
+                401, "unknown key: opening a session needs the proxy's own key", "invalid_api_key"
+            )
         return await handler(request)
 
     return answer

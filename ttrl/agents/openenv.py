@@ -81,15 +81,16 @@ def get_openenv_tasks(
         address = _started(tuple(server))
     if not address.startswith(("http://", "https://")):
         raise TaskError(
-            f"OpenEnv server {short(server, 80)}: give its address, http://…, or the command "
-            "that starts it"
+            f"OpenEnv server {short(server, 80)}: give its address, http://…, or the command to "
+            "start it"
         )
     own = dict(headers or {})
     described = _get(address, "/metadata", own)
     schema = _get(address, "/schema", own).get("action")
     if not isinstance(schema, dict):
         raise TaskError(
-            f"OpenEnv server {address}: /schema says nothing of actions; is it a server of OpenEnv?"
+            f"OpenEnv server {address}: /schema lists no actions; check that it is an OpenEnv "
+            "server"
         )
     name = str(described.get("name") or "environment")
     if prompt is None:
@@ -246,7 +247,7 @@ class _Session:
         data = await self.ask("step", action)
         reward = data.get("reward")
         if reward is not None and not isinstance(reward, bool) and not is_number(reward):
-            raise self.failed(f"gave the reward {short(reward, 40)}")
+            raise self.failed(f"returned the reward {short(reward, 40)}")
         return data["observation"], float(reward or 0.0), bool(data.get("done")), False, {}
 
     async def ask(self, kind: str, data: Any) -> Mapping[str, Any]:
@@ -264,10 +265,10 @@ class _Session:
             found = dict(answer["data"])
             is_error = answer["type"] == "error"
             if not is_error and not isinstance(found["observation"], dict):
-                raise TypeError("its observation is no object")
+                raise TypeError("returned an observation that is not an object")
         except (ValueError, KeyError, TypeError) as error:
             raise self.failed(
-                f"answered {short(message.data, 120)}, which is not OpenEnv's: {describe(error)}"
+                f"answered {short(message.data, 120)}, not in OpenEnv's format: {describe(error)}"
             ) from None
         if is_error and found.get("code") == "CAPACITY_REACHED":
             raise _Busy
@@ -338,8 +339,8 @@ def _get(address: str, path: str, headers: Mapping[str, str]) -> Mapping[str, An
         ) from None
     if not isinstance(found, dict):
         raise TaskError(
-            f"OpenEnv server {address}{path} answered {short(found, 80)}; is it a server of "
-            "OpenEnv?"
+            f"OpenEnv server {address}{path} answered {short(found, 80)}; check that it is an "
+            "OpenEnv server"
         )
     return found
 
@@ -355,7 +356,7 @@ def _started(command: tuple[str, ...]) -> str:
         port = one.getsockname()[1]
     if not any("{port}" in part for part in command):
         raise TaskError(
-            f"OpenEnv server {' '.join(command)!r}: write {{port}} where its port stands"
+            f"OpenEnv server {' '.join(command)!r}: write {{port}} in place of its port"
         )
     folder = tempfile.TemporaryDirectory(prefix="ttrl-openenv-")
     child = ChildProcess(

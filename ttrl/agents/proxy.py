@@ -76,7 +76,7 @@ class Proxy:
                     self._sampling.running(),
                     Listener(self.host, self.port, routes) as self._listener,
                 ):
-                    say(f"sessions are opened at {self._listener.root}/sessions")
+                    say(f"open sessions at {self._listener.root}/sessions")
                     try:
                         await asyncio.Event().wait()
                     finally:
@@ -96,7 +96,7 @@ class Proxy:
         name = body.get("id", _UNNAMED)
         if not isinstance(name, str) or (messages is not None and not isinstance(messages, list)):
             raise UserError(
-                f"a session's id is a text and its messages a list; these are {short(name, 60)}, "
+                f"a session needs a text as id and a list of messages; got {short(name, 60)}, "
                 f"{short(messages, 60)}"
             )
 

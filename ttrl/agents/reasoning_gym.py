@@ -31,22 +31,18 @@ from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import in_validation
 
 REFUSED = {
-    "composite": "it mixes other families; name those themselves",
-    "game_of_life_halting": (
-        "its verifier takes every answer for right (0.1.25: bool('False') is True)"
-    ),
+    "composite": "it mixes other families; use those",
+    "game_of_life_halting": ("its verifier accepts every answer (0.1.25: bool('False') is True)"),
     "codeio": (
-        "it runs programs of a data file in this process, of which some print, and differs from "
-        "process to process"
+        "it runs programs of a data file in this process; some of them print, and results differ "
+        "between processes"
     ),
     "list_functions": (
-        "it draws from Python's global random numbers, so that no seed decides (0.1.25)"
+        "it draws from Python's global random numbers, so no seed fixes its puzzles (0.1.25)"
     ),
-    "propositional_logic": (
-        "every second conclusion of another of its puzzles is right, too (0.1.25)"
-    ),
-    "puzzle24": "its verifier does not look whether the numbers are those that were given (0.1.25)",
-    "intermediate_integration": "SymPy takes minutes over some of its integrals",
+    "propositional_logic": ("every second conclusion of another puzzle is right, too (0.1.25)"),
+    "puzzle24": "its verifier does not check that the answer uses the given numbers (0.1.25)",
+    "intermediate_integration": "SymPy needs minutes for some of its integrals",
 }
 """Refused families, with the reason."""
 UNSTEADY = frozenset(
@@ -198,7 +194,7 @@ def get_reasoning_gym_tasks(
     else:
         why = ""
     raise TaskError(
-        f"{n} {split} tasks of reasoning_gym:{family}: found {len(tasks)} different ones; ask "
+        f"{n} {split} tasks of reasoning_gym:{family}: found only {len(tasks)} different ones; ask "
         f"for fewer{why}"
     )
 
@@ -227,24 +223,22 @@ def _options(family: str, level: int | None, options: Mapping[str, Any]) -> str:
     check_name("name", family, families(), "reasoning_gym")
     if family in UNSTEADY and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise TaskError(
-            f"reasoning_gym:{family} makes other puzzles in each process; set PYTHONHASHSEED=0 "
-            "in the environment first"
+            f"reasoning_gym:{family} makes different puzzles in each process; set PYTHONHASHSEED=0 "
+            "in the environment"
         )
     config_class = factory.DATASETS[family][1]
     known = {field.name for field in dataclasses.fields(config_class)} - {"seed", "size"}
     unknown = sorted(set(options) - known)
     if unknown:
         raise TaskError(
-            f"reasoning_gym:{family} has no option {', '.join(map(repr, unknown))}; it has "
-            f"{', '.join(sorted(known))}, and level "
-            "and partial, as all have"
+            f"reasoning_gym:{family} has no option {', '.join(map(repr, unknown))}; choose from "
+            f"{', '.join(sorted(known))}, level and partial"
         )
     given = dict(options)
     if level is not None:
         if family not in factory.CURRICULA:
             raise TaskError(
-                f"reasoning_gym:{family} has no levels; it has the options "
-                f"{', '.join(sorted(known))}"
+                f"reasoning_gym:{family} has no levels; its options are {', '.join(sorted(known))}"
             )
         curriculum = factory.create_curriculum(family)
         highest = max((len(one.levels) for one in curriculum.attributes.values()), default=1) - 1
@@ -264,7 +258,7 @@ def _options(family: str, level: int | None, options: Mapping[str, Any]) -> str:
         text = json.dumps(given, sort_keys=True)
         _dataset(family, text, 0, 1)
     except Exception as error:
-        raise TaskError(f"reasoning_gym:{family} refuses {given}: {describe(error)}") from error
+        raise TaskError(f"reasoning_gym:{family} rejects {given}: {describe(error)}") from error
     return text
 
 

@@ -65,7 +65,10 @@ def check_parameters(
     if body.get("model", MODEL) not in names:
         known = " or ".join(repr(name) for name in names)
         asked = short(body["model"], 60)
-        raise UserError(f"model is {asked}; this session's is {known}: ask others where they are")
+        raise UserError(
+            f"model is {asked}, but this session's is {known}; ask other models at their own "
+            "addresses"
+        )
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"tools is {short(tools, 60)}; give a list of objects")
@@ -91,9 +94,8 @@ def check_parameters(
             else:
                 shown = f"samples with {short(sampled, 60)}"
             raise UserError(
-                f"{name} is {short(value, 60)}, but the run {shown}, and no other distribution "
-                "can be trained; leave it "
-                f"out, set it for the run, or let it be ignored: ignore=[{name!r}]"
+                f"{name} is {short(value, 60)}, but the run {shown}, and training needs the same "
+                f"distribution; leave it out, set it for the run, or ignore it: ignore=[{name!r}]"
             )
 
 
@@ -122,7 +124,7 @@ async def read_json(request: web.Request) -> Mapping[str, Any]:
     try:
         body = json.loads(await request.read() or b"{}")
     except (ValueError, RecursionError) as error:
-        raise UserError(f"the request's body is no JSON: {error}") from None
+        raise UserError(f"the request's body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise UserError(f"the request's body is {short(body, 60)}; send an object")
     return body

@@ -42,7 +42,7 @@ def read(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> Asked
     instructions = body.get("instructions")
     if previous is not None and previous not in earlier:
         raise UserError(
-            f"previous_response_id is {short(previous, 60)}, which is no response of this session"
+            f"previous_response_id is {short(previous, 60)}, but this session has no such response"
         )
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -88,7 +88,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
                 )
         else:
             raise UserError(
-                f"input[{number}] is of type {short(kind, 60)}; a session knows messages, "
+                f"input[{number}] is of type {short(kind, 60)}; a session accepts messages, "
                 "reasoning and function calls"
             )
     return messages
@@ -109,8 +109,8 @@ def _text(content: Any, number: int) -> str:
             kind = type(part).__name__
         if kind not in (*_TEXT, "reasoning_text", "summary_text"):
             raise UserError(
-                f"input[{number}] holds a part of type {short(kind, 60)}; the policy is trained "
-                "on text alone"
+                f"input[{number}] has a part of type {short(kind, 60)}; send text only: the policy "
+                "trains on text"
             )
         texts.append(part.get("text") or part.get("refusal") or "")
     return "".join(texts)
@@ -120,8 +120,7 @@ def _tool(tool: Mapping[str, Any]) -> Tool:
     """Return a function in the format of chat completions."""
     if tool.get("type") != "function":
         raise UserError(
-            f"tools holds one of type {short(tool.get('type'), 60)}; a session knows functions "
-            "alone"
+            f"tools has one of type {short(tool.get('type'), 60)}; a session accepts only functions"
         )
     kept = {
         name: tool[name]

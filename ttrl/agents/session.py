@@ -153,7 +153,7 @@ class Session:
         name = request.match_info["response"]
         found = self._answered.get(name)
         if found is None:
-            raise web.HTTPNotFound(reason=f"{short(name, 60)} is no response of this session")
+            raise web.HTTPNotFound(reason=f"this session has no response {short(name, 60)}")
         return web.json_response(found)
 
     async def take_reward(self, request: web.Request) -> web.Response:

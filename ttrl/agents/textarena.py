@@ -52,8 +52,8 @@ def get_textarena_tasks(
     count = players or (1 if opponent is None else 2)
     if count > 1 and opponent is None:
         raise TaskError(
-            f"textarena:{name} for {count} players needs an opponent, a function of what a "
-            "player is shown"
+            f"textarena:{name} for {count} players needs an opponent: a function of a player's "
+            "view of the game"
         )
 
     def make() -> "TextArenaGame":
@@ -63,8 +63,7 @@ def get_textarena_tasks(
         make().reset(seed=0)
     except ImportError as error:
         raise TaskError(
-            "games of TextArena need the package textarena: pip install 'ttrl[textarena]' "
-            f"({error})"
+            f"TextArena's games need the package textarena: pip install 'ttrl[textarena]' ({error})"
         ) from None
     except Exception as error:
         raise TaskError(f"textarena:{name} cannot be played: {describe(error)}") from error

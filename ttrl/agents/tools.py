@@ -119,8 +119,7 @@ def describe_tool(function: Callable[..., Any]) -> Tool:
     text = inspect.getdoc(function) or ""
     if not text:
         raise TaskError(
-            f"tool {name} has no docstring; say in one what it does, and under Args: what its "
-            "arguments are"
+            f"tool {name} has no docstring; describe the tool in one, and its arguments under Args:"
         )
     try:
         hints = typing.get_type_hints(function)
@@ -140,7 +139,7 @@ def describe_tool(function: Callable[..., Any]) -> Tool:
             continue
         if parameter.name not in hints:
             raise TaskError(
-                f"tool {name}: its argument {parameter.name} has no type hint; give one, such as "
+                f"tool {name}: its argument {parameter.name} has no type hint; add one, such as "
                 f"{parameter.name}: str"
             )
         properties[parameter.name] = {
@@ -178,8 +177,7 @@ def json_type(hint: Any, where: str) -> Mapping[str, Any]:
     kind = _SIMPLE.get(origin or hint)
     if kind is None:
         raise TaskError(
-            f"{where}: its type {hint} cannot be said in JSON; use int, float, str, bool, list, "
-            "dict, Literal"
+            f"{where}: JSON has no type {hint}; use int, float, str, bool, list, dict, Literal"
         )
     items = [one for one in arguments if one is not Ellipsis]
     if kind == "array" and items:

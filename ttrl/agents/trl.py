@@ -79,16 +79,14 @@ def trl_tasks(
         weights = list(reward_weights)
     if len(weights) != len(functions):
         raise TaskError(
-            f"there are {len(weights)} reward_weights for {len(functions)} reward_funcs; give "
-            "one for each"
+            f"{len(weights)} reward_weights for {len(functions)} reward_funcs; give one for each"
         )
     for function in functions:
         _check(function)
     factories = _factories(environment_factory)
     if factories is None and not functions:
         raise TaskError(
-            "there are no reward_funcs; give at least one function of (prompts, completions, "
-            "**columns)"
+            "no reward_funcs; give at least one function of (prompts, completions, **columns)"
         )
     if _is_place(train_dataset):
         given = load_rows(train_dataset, dict, splits=(split,), config=config)
@@ -97,8 +95,8 @@ def trl_tasks(
     if given is None:
         if n is None or factories is None or None not in factories:
             raise TaskError(
-                "there is no train_dataset; give one, or an environment_factory whose reset "
-                "makes the tasks, and n"
+                "no train_dataset; give one, or give n and an environment_factory with a reset "
+                "that makes the tasks"
             )
         given = itertools.repeat({}, n)
     Tools(tools)
@@ -114,8 +112,8 @@ def trl_tasks(
         if not isinstance(prompt, str | list) or (prompt == [] and factories is None):
             columns_there = ", ".join(columns) or "none"
             wanted = (
-                "a string, or a list of chat messages, in the column 'prompt' (there are the "
-                f"columns {columns_there})"
+                "a string, or a list of chat messages, in the column 'prompt' (the columns are "
+                f"{columns_there})"
             )
             raise TaskError(f"row {number}: its prompt is {short(prompt, 80)}; give {wanted}")
         text = json.dumps(columns, sort_keys=True, default=str)
@@ -131,7 +129,7 @@ def trl_tasks(
                 name = None
             if name not in factories:
                 raise TaskError(
-                    f"row {number}: its environment is {name!r}; there are "
+                    f"row {number}: its environment is {name!r}; choose one of "
                     f"{', '.join(map(repr, factories))}"
                 )
             row = {
@@ -227,7 +225,7 @@ class TrlGrader:
                     or len(given := list(output)) != 1
                 ):
                     raise GraderError(
-                        f"{name} returned {short(output, 80)} for one completion; it returns a "
+                        f"{name} returned {short(output, 80)} for one completion; it must return a "
                         "list of one reward"
                     )
                 output = given[0]
@@ -237,9 +235,7 @@ class TrlGrader:
             total += weight * float(output)
             metrics[name if name not in metrics else f"{name}_{place}"] = float(output)
         if not known:
-            raise GraderError(
-                f"none of {', '.join(names)} applies to this row: all of them returned None"
-            )
+            raise GraderError(f"none of {', '.join(names)} applies to this row: all returned None")
         return total, metrics
 
     def _arguments(
@@ -300,8 +296,8 @@ class EnvironmentRollout:
         if told is not None:
             if not isinstance(told, str):
                 raise TaskError(
-                    f"{type(environment).__name__}.reset returned {short(told, 80)}; it returns "
-                    "a text, or None"
+                    f"{type(environment).__name__}.reset returned {short(told, 80)}; it must "
+                    "return a text or None"
                 )
             chat.messages[-1] = with_text_added(chat.messages[-1], told)
         tools = Tools([*self.tools, *_methods(environment)])
@@ -332,8 +328,8 @@ def _factories(
             ) from error
         if not callable(getattr(environment, "reset", None)):
             raise TaskError(
-                f"environment {type(environment).__name__} has no method reset; it has to begin "
-                "a rollout"
+                f"environment {type(environment).__name__} has no method reset; it needs one to "
+                "begin a rollout"
             )
         Tools(_methods(environment))
     return factories
@@ -353,14 +349,14 @@ def _check(function: Any) -> None:
     """Raise TaskError for unusable reward functions."""
     if isinstance(function, str) or not callable(function) or hasattr(function, "forward"):
         raise TaskError(
-            f"reward function {short(function, 80)} is a model; give a "
-            "function that asks it, of (prompts, completions, **columns)"
+            f"reward function {short(function, 80)} is a model; wrap it in a function of (prompts, "
+            "completions, **columns)"
         )
     parameter = inspect.signature(function).parameters.get("trainer_state")
     if parameter is not None and parameter.default is parameter.empty:
         raise TaskError(
-            f"reward function {_name(function)} wants the trainer_state of TRL, which there is "
-            "none of; give it a default"
+            f"reward function {_name(function)} needs TRL's trainer_state, and ttrl has none; give "
+            "the argument a default"
         )
 
 

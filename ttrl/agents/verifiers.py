@@ -107,6 +107,6 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
         given = prompt
     if not isinstance(given, list):
         raise TaskError(
-            f"verifiers: a prompt is {short(prompt, 80)}; it is a text or a list of messages"
+            f"verifiers: a prompt is {short(prompt, 80)}; it must be a text or a list of messages"
         )
     return [*system, *given]

@@ -93,14 +93,21 @@ class HeldOut:
 
 def arm_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run_arms`."""
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from --seed on (5)")
     parser.add_argument(
-        "--points", type=int, default=2, help="how often SFT is asked the held-out tasks (2)"
+        "--seeds", type=int, default=5, help="number of seeds, counted from --seed (default: 5)"
     )
-    families = 'held-out sets that are asked at the end, as in `ttrl eval --tasks` ("": none)'
+    parser.add_argument(
+        "--points",
+        type=int,
+        default=2,
+        help="number of SFT checkpoints to evaluate on the held-out tasks (default: 2)",
+    )
+    families = 'held-out sets for the end, as in `ttrl eval --tasks` ("": none)'
     parser.add_argument("--sets", metavar="LIST", help=families)
-    parser.add_argument("--sets-n", type=int, metavar="N", help="at most so many tasks of each set")
-    further = "a further arm: RL with other settings; may be repeated"
+    parser.add_argument(
+        "--sets-n", type=int, metavar="N", help="at most N tasks of each set (default: all)"
+    )
+    further = "add an arm: RL with other settings; may be repeated"
     parser.add_argument(
         "--arm",
         nargs="+",
@@ -136,8 +143,8 @@ def run_arms(
             or not name.replace("-", "").replace("_", "").isalnum()
         ):
             raise UserError(
-                f"--arm {name}: give another name, of letters, digits and dashes; {RL} and {SFT} "
-                "are there"
+                f"--arm {name}: choose another name, of letters, digits and dashes; {RL} and {SFT} "
+                "are taken"
             )
         named[name], found = with_settings(config, changes)
         problems += [f"--arm {name}: {problem}" for problem in found if problem not in problems]
@@ -154,7 +161,7 @@ def run_arms(
         said = run_recipe(arguments, config, tasks, held_out, "")
         if arguments.plan is None or arguments.plan.json:
             return said
-        return f"{said}\n\nThis is the arm {RL}; with --probe, the plan has the others, too."
+        return f"{said}\n\nThis is the arm {RL}; with --probe, ttrl plans the others, too."
     planned = _planned(arguments, named, start, sft)
     if arguments.plan:
         said = run_recipe(arguments, config, tasks, held_out, "")
@@ -411,7 +418,8 @@ def supervised_run(
             if value is None:
                 known = ", ".join(["reward", *(row.validation or {})])
                 raise UserError(
-                    f"{run}: the held-out tasks have no metric {asked.metric!r}; they have {known}"
+                    f"{run}: the held-out tasks have no metric {asked.metric!r}; choose one of "
+                    f"{known}"
                 )
             steps = counted(row.train.global_step or 0, "supervised step")
             Console().line(
@@ -583,4 +591,4 @@ def _sft_plan(run: Path) -> str:
         tokens = f": steps over about {si_spaced(flops / each)}tokens"
     else:
         tokens = ""
-    return f"\n\nSFT, of each seed, takes the {si_spaced(flops)}FLOP that RL takes{tokens}"
+    return f"\n\nSFT of each seed uses the {si_spaced(flops)}FLOP of RL{tokens}"

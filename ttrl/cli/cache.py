@@ -13,7 +13,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    stats = commands.add_parser("stats", help="say what is in a cache")
+    stats = commands.add_parser("stats", help="show the contents of a cache")
     export = commands.add_parser("export", help="write every sample of a cache as a line of JSON")
     prune = commands.add_parser("prune", help="remove samples from a cache")
     for one, run in ((stats, run_stats), (export, run_export), (prune, run_prune)):
@@ -22,17 +22,13 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
         )
         one.set_defaults(run_command=run)
     export.add_argument(
-        "file", type=Path, metavar="FILE.jsonl", help="the file to write; replaced if it exists"
+        "file", type=Path, metavar="FILE.jsonl", help="the output file; an existing one is replaced"
     )
     which = prune.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--older-than", metavar="TIME", help="those stored longer ago than this: 30d, 12h, 2w"
-    )
-    which.add_argument("--damaged", action="store_true", help="those that cannot be read")
-    which.add_argument("--all", action="store_true", help="all of them")
-    prune.add_argument(
-        "--dry-run", action="store_true", help="say what would be removed, and remove nothing"
-    )
+    which.add_argument("--older-than", metavar="TIME", help="entries older than this: 30d, 12h, 2w")
+    which.add_argument("--damaged", action="store_true", help="unreadable entries")
+    which.add_argument("--all", action="store_true", help="all entries")
+    prune.add_argument("--dry-run", action="store_true", help="only list what would be removed")
 
 
 def run_stats(arguments: argparse.Namespace) -> int:
@@ -71,7 +67,5 @@ def _age(text: str) -> timedelta:
     """Read a length of time: 30d, 12h, 45m, 90s or 2w."""
     match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
     if match is None:
-        raise UserError(
-            f"{text!r} is not a length of time; give a number and s, m, h, d or w, such as 30d"
-        )
+        raise UserError(f"{text!r} is not an age; give a number and s, m, h, d or w, such as 30d")
     return timedelta(**{_UNITS[match[2]]: int(match[1])})

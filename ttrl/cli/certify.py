@@ -42,8 +42,8 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
     """
     if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(
-            f"--out {out}: {out.absolute().parent} is not a folder that can be written to; make "
-            "it, or name another"
+            f"--out {out}: cannot write to the folder {out.absolute().parent}; create it, or "
+            "choose another"
         )
     began = time.monotonic()
     machine = describe_environment()
@@ -66,7 +66,7 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
             out.with_suffix(".html"),
             template("certificate.html").render(css=css(), mark=_mark, **content),
         )
-        say(f"\n{line}\n{out.with_suffix('.html')} and .json can be attached to a bug report")
+        say(f"\n{line}\nAttach {out.with_suffix('.html')} and .json to a bug report.")
     return not any(case["passed"] is False for case in cases)
 
 
@@ -107,7 +107,7 @@ def numerics(
                 how = f"ended with exit code {code}"
             last = " / ".join(errors.read().strip().splitlines()[-3:])
             yield _said(
-                _case("numerics", "the process that tries them", False, f"{how}: {last}", began),
+                _case("numerics", "the process of the trials", False, f"{how}: {last}", began),
                 say,
             )
 

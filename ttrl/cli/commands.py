@@ -36,43 +36,45 @@ from ttrl.version import __version__
 SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "train": (
         runs.add_train,
-        "train a model: with a script, a recipe by its name, or a file of settings",
+        "train a model with a script, a recipe or a file of settings",
     ),
     "doctor": (
         machine_commands.add_doctor,
-        "say whether this machine can run ttrl, and what to do if not",
+        "check whether this machine can run ttrl, and list what to fix",
     ),
-    "report": (runs.add_report, "write a run's report.html again and print where it is"),
-    "view": (runs.add_view, "look at the packed rows that an iteration was trained on"),
-    "plan": (plan_command.add_plan, "say what a run will take: memory, disk, FLOPs, time, money"),
-    "config": (config.add_config, "say what a setting means: ttrl config max_tokens"),
+    "report": (runs.add_report, "write a run's report.html again and print its path"),
+    "view": (runs.add_view, "look at the packed rows of an iteration"),
+    "plan": (plan_command.add_plan, "predict a run's memory, disk, FLOPs, time and cost"),
+    "config": (config.add_config, "explain a setting: ttrl config max_tokens"),
     "replay": (
         runs.add_replay,
-        "grade a run's rollouts again with a changed grader, and train on the new grades",
+        "grade a run's rollouts again with another grader, and train on the new grades",
     ),
     "study": (
         runs.add_study,
-        "study an optimizer step of a run: its noise, AdamW's vector, what it does to the entropy",
+        "study an optimizer step of a run: its noise, AdamW's vector, its effect on the entropy",
     ),
     "eval": (
         eval_command.add_eval,
-        "ask a model the tasks of one or more families: accuracy with intervals, pass@k, tokens, "
-        "cost",
+        "evaluate a model on families of tasks: accuracy with intervals, pass@k, tokens, cost",
     ),
-    "models": (models.add_models, "list and get the models that need no hub"),
+    "models": (models.add_models, "list and download models without the hub"),
     "chat": (models.add_chat, "talk to a model, such as a checkpoint before and after training"),
     "compare": (
         eval_command.add_compare,
         "compare runs at equal iterations, FLOPs, tokens or seconds, or two evaluations, task by "
         "task",
     ),
-    "sweep": (sweep.add_sweep, "run a grid of settings and seeds, and compare what came of them"),
-    "serve": (machine_commands.add_serve, "start a server that a run on another host joins"),
-    "proxy": (proxy_command.add_proxy, "collect what agents ask a model, as rollouts to train on"),
-    "cache": (cache.add_cache, "look into a cache of completions, export it, clear it"),
+    "sweep": (sweep.add_sweep, "run a grid of settings and seeds, and compare the results"),
+    "serve": (machine_commands.add_serve, "start a server for a run on another host"),
+    "proxy": (
+        proxy_command.add_proxy,
+        "record agents' requests to a model as rollouts for training",
+    ),
+    "cache": (cache.add_cache, "inspect, export or clear a cache of completions"),
     "tasks": (
         tasks_command.add_tasks,
-        "make puzzles, start a task of your own, try it before training",
+        "generate puzzles, start a task of your own, try it before training",
     ),
 }
 """By name: the function for the arguments, and the line in `ttrl --help`."""

@@ -9,8 +9,8 @@ _ABOUT = """# Settings
 
 Every setting of a run, of the recipes and of an evaluation: name, type, default, meaning. `ttrl
 config` makes this page from the source (`ttrl config > docs/reference/settings.md`). `ttrl config
-NAME` explains one setting, and `help(ttrl.TrainConfig)` all settings of a class. All mistakes in a
-config are listed at once, before anything starts."""
+NAME` explains one setting, `help(ttrl.TrainConfig)` all settings of a class. ttrl lists all
+mistakes in a config at once, before anything starts."""
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def run_config(arguments: argparse.Namespace) -> int:
             hint = f"; did you mean {' or '.join(near)}?"
         else:
             hint = "; `ttrl config` lists all"
-        raise UserError(f"there is no setting {arguments.name!r}{hint}")
+        raise UserError(f"no setting is called {arguments.name!r}{hint}")
     for text in dict.fromkeys(text for _, text in found):
         print("\n".join([*(title for title, other in found if other == text), f"  {text}"]))
     return 0

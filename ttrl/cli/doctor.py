@@ -137,12 +137,14 @@ def check_versions(tested: Mapping[str, str], installed: Mapping[str, str]) -> l
             )
         )
     if differing:
-        advice = "make install brings the tested ones back; if all else works, it may stay"
+        advice = "run make install for the tested versions; if all else works, keep yours"
         results.append(
-            CheckResult("note", "versions", "not the tested ones: " + ", ".join(differing), advice)
+            CheckResult(
+                "note", "versions", "not the tested versions: " + ", ".join(differing), advice
+            )
         )
     return results or [
-        CheckResult("ok", "versions", f"all {len(tested)} packages are the tested ones")
+        CheckResult("ok", "versions", f"all {len(tested)} packages have the tested versions")
     ]
 
 
@@ -232,7 +234,10 @@ def _check_build(facts: Mapping[str, Any], gpus: Gpus | None) -> list[CheckResul
         major, minor = (int(part) for part in re.findall(r"\d+", build)[:2])
         advice = gpu_problem(gpus, (major, minor))
         if not advice:
-            unseen = "is CUDA_VISIBLE_DEVICES set? does this container lack the driver's libraries?"
+            unseen = (
+                "check CUDA_VISIBLE_DEVICES; in a container, check that it has the driver's "
+                "libraries"
+            )
             advice = f"driver {gpus.driver} is new enough; {unseen}"
         return [
             CheckResult(
@@ -254,14 +259,14 @@ def _check_build(facts: Mapping[str, Any], gpus: Gpus | None) -> list[CheckResul
         ]
     if gpus is not None:
         problem = gpu_problem(gpus)
-        advice = "make clean install (it takes the gpu extra where there is a GPU)"
+        advice = "make clean install (on a machine with a GPU, it installs the gpu extra)"
         if problem:
             advice = f"{problem}; then {advice}"
         return [
             CheckResult(
                 "note",
                 "torch",
-                f"{version} is a CPU build, but there is a GPU: it stays unused",
+                f"{version} is a CPU build: the GPU stays unused",
                 advice,
             )
         ]
@@ -274,7 +279,7 @@ def _check_neighbours(facts: Mapping[str, Any], neighbours: Mapping[str, str]) -
         return []
     fact = (
         ", ".join(f"{name} {number}" for name, number in wrong.items())
-        + " beside a CPU torch: CUDA builds, which break imports"
+        + " next to a CPU torch: CUDA builds, which break imports"
     )
     return [
         CheckResult("bad", "torch", fact, f"{sys.executable} -m pip uninstall -y {' '.join(wrong)}")
@@ -328,8 +333,8 @@ def check_port() -> list[CheckResult]:
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except OSError as error:
         advice = (
-            "something (a firewall, a sandbox) forbids local connections; vLLM is reached "
-            "through one"
+            "a firewall or a sandbox forbids local connections, and vLLM needs them; allow "
+            "connections to 127.0.0.1"
         )
         return [CheckResult("bad", "port", f"no server on 127.0.0.1: {error}", advice)]
     return [CheckResult("ok", "port", f"127.0.0.1:{port} was free and could be reached")]
@@ -341,8 +346,8 @@ def check_compiler() -> list[CheckResult]:
     """
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     advice = (
-        "for torch.compile and vLLM without --enforce-eager; on Debian and Ubuntu: apt install "
-        "build-essential"
+        "torch.compile needs one, and vLLM without --enforce-eager; on Debian and Ubuntu: apt "
+        "install build-essential"
     )
     if compiler is None:
         return [CheckResult("note", "compiler", "none (cc, gcc, clang)", advice)]
@@ -377,9 +382,7 @@ def check_cores() -> list[CheckResult]:
     if quota is not None:
         cores = min(cores, quota / 100_000)  # the period is 100 ms by default
     if cores < 2:
-        advice = (
-            "it works; the quickstart was measured on two cores and will take about twice as long"
-        )
+        advice = "it works; the quickstart needs about twice its time on two cores"
         return [CheckResult("note", "cores", f"{cores:g}", advice)]
     return [CheckResult("ok", "cores", f"{cores:g}")]
 
@@ -421,7 +424,7 @@ def render(results: list[CheckResult]) -> str:
     bad = sum(result.mark == "bad" for result in results)
     notes = sum(result.mark == "note" for result in results)
     if bad:
-        verdict = f"ttrl cannot run here yet: {bad} thing{'s' if bad > 1 else ''} to put right (✗)."
+        verdict = f"ttrl cannot run here yet: {bad} thing{'s' if bad > 1 else ''} to fix (✗)."
     elif notes:
         verdict = f"ttrl can run here, with {notes} remark{'s' if notes > 1 else ''} (!)."
     else:

@@ -29,7 +29,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         "--n",
         type=int,
         metavar="N",
-        help="at most so many tasks of each (all, or 200 of generated ones)",
+        help="at most N tasks of each family (default: all, or 200 generated ones)",
     )
     parser.add_argument(
         "--samples-per-task",
@@ -37,7 +37,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="K",
-        help="replies to each task (1)",
+        help="replies per task (default: 1)",
     )
     parser.add_argument(
         "--pass-at",
@@ -46,19 +46,25 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         metavar="K,K",
         help="k of pass@k (1, 2, 4, … K)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="which tasks of a train split (0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed for drawing tasks of a train split (default: 0)"
+    )
     option = "an option of a family: gsm8k.style=r1; may be repeated"
     parser.add_argument(
         "--option", action="append", default=[], metavar="FAMILY.NAME=VALUE", help=option
     )
     asking = parser.add_argument_group("sampling")
-    asking.add_argument("--temperature", type=float, help="0 for one reply a task, 1 for several")
+    asking.add_argument(
+        "--temperature",
+        type=float,
+        help="sampling temperature (default: 0 for one reply per task, 1 for several)",
+    )
     asking.add_argument("--top-p", type=float)
     asking.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="of one reply (what the model's context has room for)",
+        help="tokens per reply (default: the rest of the model's context)",
     )
     asking.add_argument(
         "--system-prompt", "--system", metavar="TEXT", help="a system message for every task"
@@ -68,14 +74,14 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         type=_json_object,
         default={},
         metavar="JSON",
-        help='others: {"top_k": 20, "seed": 1}',
+        help='other sampling parameters: {"top_k": 20, "seed": 1}',
     )
     asking.add_argument(
         "--chat-template-kwargs",
         type=_json_object,
         default={},
         metavar="JSON",
-        help="of its chat template",
+        help="arguments of its chat template",
     )
     server = parser.add_argument_group("server")
     server.add_argument(
@@ -83,50 +89,55 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         "--model",
         dest="name",
         metavar="NAME",
-        help="its name at that address (the first one listed)",
+        help="the model's name on that server (default: the first one listed)",
     )
-    key = "the environment variable with its key (OPENAI_API_KEY)"
+    key = "the environment variable with the server's key (default: OPENAI_API_KEY)"
     server.add_argument(
         "--key-variable", "--api-key-env", default="OPENAI_API_KEY", metavar="VARIABLE", help=key
     )
     server.add_argument(
-        "--dtype", help="for a server that is started here: fp32, bf16, auto (fp32 on CPU)"
+        "--dtype", help="for a local server: fp32, bf16, auto (default: auto, fp32 on CPU)"
     )
     server.add_argument(
-        "--max-model-len", type=int, metavar="N", help="the same: tokens of prompt and reply"
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="for a local server: tokens of prompt and reply",
     )
     server.add_argument(
         "--server-args",
         type=_json_object,
         default={},
         metavar="JSON",
-        help="the same: arguments of vLLM",
+        help="for a local server: arguments of vLLM",
     )
-    template = "the same: a file with another chat template than the model's"
+    template = "for a local server: a chat template file to use instead of the model's"
     server.add_argument("--chat-template", metavar="FILE", help=template)
-    server.add_argument("--server-log", type=Path, metavar="FILE", help="the same: where it logs")
+    server.add_argument(
+        "--server-log", type=Path, metavar="FILE", help="for a local server: its log file"
+    )
     server.add_argument(
         "--concurrency",
         type=int,
         metavar="N",
-        help="concurrent requests (as many as fit the server's KV cache)",
+        help="concurrent requests (default: as many as fit the server's KV cache)",
     )
-    kept = parser.add_argument_group("what is kept")
+    kept = parser.add_argument_group("what to store")
     kept.add_argument(
-        "--output", type=Path, metavar="FILE.json", help="the result, with every task's score"
+        "--output", type=Path, metavar="FILE.json", help="write the result, with every task's score"
     )
     kept.add_argument(
-        "--samples-file", type=Path, metavar="FILE.jsonl", help="every reply with its grade"
+        "--samples-file", type=Path, metavar="FILE.jsonl", help="write every reply with its grade"
     )
     kept.add_argument(
         "--cache",
         metavar="URL",
-        help="a folder, s3://…: keeps replies, so that the same command continues",
+        help="a folder, s3://…: stores replies; the same command continues from them",
     )
     kept.add_argument(
         "--weights-digest",
         metavar="TEXT",
-        help="with --cache and an address on this machine: names its weights",
+        help="with --cache and a server on this machine: the name of its weights",
     )
     kept.add_argument(
         "--prices",
@@ -134,12 +145,20 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         metavar="IN,OUT",
         help="dollars per million prompt and completion tokens",
     )
-    kept.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
-    parser.add_argument(
-        "--isolated", action="store_true", help="run graders in processes that can be ended"
+    kept.add_argument(
+        "--confidence", type=float, default=0.95, help="level of the intervals (default: 0.95)"
     )
     parser.add_argument(
-        "--grader-timeout", type=float, default=60.0, metavar="SECONDS", help="for one grade (60)"
+        "--isolated",
+        action="store_true",
+        help="run graders in separate processes, with time limits",
+    )
+    parser.add_argument(
+        "--grader-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time limit of a grade (default: 60)",
     )
     parser.set_defaults(run_command=run_eval)
 
@@ -150,18 +169,21 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="RUN_OR_FILE",
-        help="run folders, or two files that `ttrl eval --output` wrote",
+        help="run folders, or two files of `ttrl eval --output`",
     )
     parser.add_argument(
         "--by",
         choices=("iteration", "flops", "tokens", "seconds"),
         default="iteration",
-        help="runs: where they are compared, as far as all of them went (iteration)",
+        help="for runs: the unit of comparison; ttrl compares up to the point that all runs "
+        "reached (default: iteration)",
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE.html", help="runs: write a page with curves too"
+        "--html", type=Path, metavar="FILE.html", help="for runs: also write a page with curves"
     )
-    parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
+    parser.add_argument(
+        "--confidence", type=float, default=0.95, help="level of the intervals (default: 0.95)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run_command=run_compare)
 
@@ -205,7 +227,9 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
     from ttrl.report.compared_runs import compare_runs
 
     if arguments.json:
-        raise UserError("--json is for evaluations; runs have a table, and a page (--html)")
+        raise UserError(
+            "--json is for evaluations; for runs, ttrl prints a table and writes a page (--html)"
+        )
     comparison = compare_runs(arguments.what, by=arguments.by, confidence=arguments.confidence)
     say(comparison.table())
     if arguments.html is not None:
@@ -219,7 +243,7 @@ def _option(text: str) -> tuple[str, Any]:
     """
     name, equals, value = text.partition("=")
     if not equals or "." not in name:
-        raise UserError(f"--option {text!r}: give FAMILY.NAME=VALUE, such as gsm8k.style=r1")
+        raise UserError(f"--option {text!r}: write FAMILY.NAME=VALUE, such as gsm8k.style=r1")
     try:
         return name, json.loads(value)
     except ValueError:

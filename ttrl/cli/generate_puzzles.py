@@ -26,18 +26,18 @@ FAMILIES = ("temporal-clue", "temporal-clue-night", "zebra-grid")
 def _maker(family: str, size: str | None) -> Maker:
     """Return the function from a seed to a row. Raises UserError for an unknown family or size."""
     if family not in FAMILIES:
-        raise UserError(f"no puzzles are named {family!r}; there are {', '.join(FAMILIES)}")
+        raise UserError(f"no puzzles are called {family!r}; choose one of {', '.join(FAMILIES)}")
     if family == "zebra-grid":
         if size is not None and not re.fullmatch("[2-6]x[2-6]", size):
             raise UserError(
-                f"no size {size!r} of zebra-grid; give houses x attributes, 2 to 6 each, such as "
+                f"zebra-grid has no size {size!r}; give houses x attributes, 2 to 6 each, such as "
                 "5x4"
             )
         houses, attributes = map(int, size.split("x")) if size is not None else (None, None)
         return functools.partial(zebra_grid.make_puzzle, houses=houses, attributes=attributes)
     if size is not None and size not in temporal_clue.SIZES:
         raise UserError(
-            f"no size {size!r} of temporal-clue; there are {', '.join(temporal_clue.SIZES)}"
+            f"temporal-clue has no size {size!r}; choose one of {', '.join(temporal_clue.SIZES)}"
         )
     scope: temporal_clue.Scope
     if family == "temporal-clue-night":
@@ -96,8 +96,8 @@ def _made(make: Maker, seeds: list[str], processes: int) -> Iterator[JsonObject]
         yield from pool.map(make, seeds, chunksize=1 + len(seeds) // 1000)
     except BrokenProcessPool as error:
         raise UserError(
-            f"a process that makes puzzles was ended from outside ({error}); was there enough "
-            "memory?"
+            f"a process that makes puzzles was killed ({error}); check this machine's free memory, "
+            "or use fewer processes"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

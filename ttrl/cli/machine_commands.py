@@ -10,18 +10,15 @@ from ttrl.system.console import say
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     proof = (
-        "also prove on this hardware what training rests on: kernels, optimizers, a run that "
-        "learns (3 to 15 minutes)"
+        "also certify training on this hardware: kernels, optimizers, a learning run (3 to 15 "
+        "minutes)"
     )
     parser.add_argument("--certify", action="store_true", help=proof)
-    out = "where the certificate is written, as .json and .html (./ttrl-certificate)"
+    out = "path of the certificate, without .json and .html (default: ./ttrl-certificate)"
     parser.add_argument(
         "--out", type=Path, default=Path("ttrl-certificate"), metavar="FILE", help=out
     )
-    model = (
-        "also say whether ttrl can train this model: a folder, a name of `ttrl models` or on the "
-        "hub"
-    )
+    model = "also check a model for training: a folder, a name of `ttrl models` or on the hub"
     parser.add_argument("--model", metavar="MODEL", help=model)
     parser.set_defaults(run_command=run_doctor)
 
@@ -31,7 +28,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from ttrl.cli import doctor
 
     print(
-        "Looking at this machine: it imports vLLM, 15 s or, on a busy machine, minutes ...",
+        "Looking at this machine: importing vLLM takes 15 s, or minutes if the machine is busy ...",
         file=sys.stderr,
         flush=True,
     )
@@ -56,34 +53,34 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a model folder, a name of `ttrl models` or on the hub: the run's starting model",
     )
-    host = "the address to listen on (127.0.0.1: this machine alone)"
+    host = "the address to listen on (default: 127.0.0.1, this machine only)"
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
-    parser.add_argument("--port", type=int, metavar="N", help="the port (a free one)")
-    key_file = "the file with the key, made if it does not exist (~/.config/ttrl/server.key)"
+    parser.add_argument("--port", type=int, metavar="N", help="the port (default: a free one)")
+    key_file = "the key file, created if missing (default: ~/.config/ttrl/server.key)"
     parser.add_argument("--key-file", type=Path, metavar="FILE", help=key_file)
     parser.add_argument(
         "--log",
         type=Path,
         default=Path("ttrl_serve.log"),
         metavar="FILE",
-        help="vLLM's log (./ttrl_serve.log)",
+        help="vLLM's log (default: ./ttrl_serve.log)",
     )
     dtypes = ("auto", "fp32", "bf16", "float32", "bfloat16", "float16")
     parser.add_argument(
         "--dtype",
         choices=dtypes,
         default="auto",
-        help="must be that of the run (auto: fp32 on CPU, bf16 on CUDA, as in a run)",
+        help="the run's dtype (default: auto, fp32 on CPU, bf16 on CUDA, as in a run)",
     )
     parser.add_argument(
-        "--max-model-len", type=int, metavar="TOKENS", help="the longest sequence (the model's)"
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="the longest sequence (default: the model's)",
     )
-    adapters = (
-        "fetch a run's adapters from its mirror, this address, instead of weights from a file "
-        "system that both share"
-    )
+    adapters = "fetch a run's adapters from its mirror at this address; needs no shared file system"
     parser.add_argument("--adapters", metavar="ADDRESS", help=adapters)
-    template = "a file with another chat template than the model's"
+    template = "a chat template file to use instead of the model's"
     parser.add_argument("--chat-template", metavar="FILE", help=template)
     vllm = "any other argument of vLLM; may be repeated"
     parser.add_argument("--vllm", action="append", default=[], metavar="NAME=VALUE", help=vllm)

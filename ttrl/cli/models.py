@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def add_models(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     parser.set_defaults(run_command=run_list)
-    get = commands.add_parser("get", help="download or make one, and print its folder")
-    get.add_argument("name", metavar="NAME", help="as `ttrl models` lists it")
+    get = commands.add_parser("get", help="download or make a model, and print its folder")
+    get.add_argument("name", metavar="NAME", help="its name in `ttrl models`")
     get.set_defaults(run_command=run_get)
     convert = commands.add_parser(
-        "convert", help="write a model folder from another program's own checkpoint"
+        "convert", help="convert another program's own checkpoint to a model folder"
     )
     convert.add_argument(
         "kind", metavar="KIND", choices=("nanochat",), help="the program: nanochat"
@@ -31,9 +31,11 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a folder such as chatsft_checkpoints/d20, or a model_NNNNNN.pt",
     )
-    convert.add_argument("--out", metavar="FOLDER", help="where to write it (models/NAME)")
+    convert.add_argument("--out", metavar="FOLDER", help="the output folder (default: models/NAME)")
     convert.add_argument(
-        "--tokenizer", metavar="FOLDER", help="of tokenizer.pkl; sought where nanochat keeps it"
+        "--tokenizer",
+        metavar="FOLDER",
+        help="the folder of tokenizer.pkl (default: nanochat's own)",
     )
     convert.set_defaults(run_command=run_convert)
 
@@ -45,24 +47,16 @@ def run_list(_: argparse.Namespace) -> int:
     for name, model in READY_MODELS.items():
         print(f"{name:14}{model.about}\n{'':14}{model.licence}; {model.size}")
     print(
-        "\nA name works wherever a model folder does: --model smollm2-135m; `ttrl models get "
-        "NAME` prints its folder."
+        "\nUse a name like a model folder: --model smollm2-135m. `ttrl models get NAME` prints "
+        "its folder."
     )
-    print(
-        "\nFolders and names on the hub are trained by ttrl's own decoder where their model_type "
-        "is one of"
-    )
+    print("\nttrl's own decoder trains folders and hub models with one of these model_types:")
     print(f"  {', '.join([*OWN_DECODERS, *COMPOSITES])}")
-    print(
-        "Tested against transformers on CPU, all of them; on one H100, the trainer with ten of "
-        "them, and a whole run with a"
-    )
-    print("tiny model. Several GPUs have not been tried.")
-    print(
-        "Nearly all other text models are trained through transformers' own class: "
-        "docs/reference/models.md lists what was checked, with"
-    )
-    print("tiny versions on CPU. `ttrl doctor --model MODEL` says whether ttrl trains a model.")
+    print("All of them are tested against transformers on a CPU. On one H100, the trainer ran ten")
+    print("of them, and a whole run of a tiny model finished. Several GPUs are untested.")
+    print("transformers' own class trains nearly all other text models: docs/reference/models.md")
+    print("lists the checks, made with tiny versions on a CPU. `ttrl doctor --model MODEL` checks")
+    print("whether ttrl trains a model.")
     return 0
 
 
@@ -71,7 +65,9 @@ def run_get(arguments: argparse.Namespace) -> int:
 
     folder = ready_model(arguments.name)
     if folder is None:
-        raise UserError(f"no model named {arguments.name!r}; there are {', '.join(READY_MODELS)}")
+        raise UserError(
+            f"no model is called {arguments.name!r}; choose one of {', '.join(READY_MODELS)}"
+        )
     print(folder)
     return 0
 
@@ -86,7 +82,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
         name = source.parent.name
     out = Path(arguments.out or Path("models", f"nanochat-{name}"))
     if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} exists and is not empty; give another folder with --out")
+        raise UserError(f"{out} exists and is not empty; choose another folder with --out")
     print(convert(source, out, arguments.tokenizer))
     return 0
 
@@ -101,12 +97,17 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
         "--system-prompt", "--system", dest="system", metavar="TEXT", help="a system message"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 for the likeliest words (0)"
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="sampling temperature; 0 for the likeliest words (default: 0)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="of one reply (512)"
+        "--max-tokens", type=int, default=512, metavar="N", help="tokens per reply (default: 512)"
     )
-    parser.add_argument("--dtype", help="of the server: fp32, bf16, auto (fp32 on CPU)")
+    parser.add_argument(
+        "--dtype", help="the server's dtype: fp32, bf16, auto (default: auto, fp32 on CPU)"
+    )
     parser.set_defaults(run_command=run_chat)
 
 
@@ -132,7 +133,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         served = stack.enter_context(serving(model, dtype=arguments.dtype))
         client = stack.enter_context(client_of(served.endpoint))
-        print("An empty line starts anew, Ctrl-D ends.", file=sys.stderr, flush=True)
+        print("An empty line starts a new conversation, Ctrl-D ends.", file=sys.stderr, flush=True)
         messages = list(start)
         while (text := _read_line()) is not None:
             if not text:

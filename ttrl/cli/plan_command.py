@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from ttrl.plans.plan import Plan
     from ttrl.tasks.task import Task
 
-_PLAN = """Say what a run will take: memory, disk, FLOPs, time, money.
+_PLAN = """Predict a run's memory, disk, FLOPs, time and cost.
 
     ttrl plan Qwen/Qwen3-4B --gpu 1x24GB     a model: on the hub, of `ttrl models`, or a folder
     ttrl plan structured_output              a recipe by its name
-    ttrl plan my_task.py --seed 1            a script, such as `ttrl tasks new` writes
+    ttrl plan my_task.py --seed 1            a script; `ttrl tasks new` writes one
     ttrl plan run.yaml --set lora_rank=16    a file of settings, as for `ttrl train`
-    ttrl plan runs/NAME                      a run, with the lengths and times that it measured
+    ttrl plan runs/NAME                      a run, with its measured lengths and times
 
-What is no option below goes to the script or recipe. Of a model, one iteration is planned with the
+All other options go to the script or recipe. For a model, ttrl plans one iteration with the
 defaults of `ttrl config`; --set changes them."""
 
 
@@ -49,7 +49,7 @@ class PlanOptions:
             return cls(**json.loads(text))
         except (ValueError, TypeError):
             raise argparse.ArgumentTypeError(
-                f"{text!r}: --plan stands without a value; `ttrl plan SCRIPT` plans in other ways"
+                f"{text!r}: --plan takes no value; `ttrl plan SCRIPT` has other ways to plan"
             ) from None
 
     def plan(
@@ -87,7 +87,10 @@ class PlanOptions:
 def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.description = _PLAN
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    what = "a model, a recipe, a script, a run folder, or a file of settings (recipe_configs/, too)"
+    what = (
+        "a model, a recipe, a script, a run folder, or a file of settings (such as one of "
+        "recipe_configs/)"
+    )
     parser.add_argument("config", metavar="WHAT", help=what)
     others = "settings to use instead: model=FOLDER iterations=100 lora_rank=16"
     parser.add_argument(
@@ -96,25 +99,25 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks",
         metavar="FILE.py",
-        help="also FILE.py:NAME or MODULE:NAME: tasks whose prompts are counted",
+        help="also FILE.py:NAME or MODULE:NAME: count the prompts of these tasks",
     )
     parser.add_argument(
         "--prompt-tokens",
         type=float,
         metavar="N",
-        help="mean length of prompts, where there are no tasks (200)",
+        help="mean prompt length, if there are no tasks (default: 200)",
     )
     parser.add_argument(
         "--completion-tokens",
         type=float,
         metavar="N",
-        help="mean length of completions (a third of max_tokens)",
+        help="mean completion length (default: a third of max_tokens)",
     )
     parser.add_argument(
         "--signal-share",
         type=float,
         metavar="S",
-        help="share of the groups that are trained on (1)",
+        help="share of groups with a signal (default: 1)",
     )
     parser.add_argument(
         "--probe",
@@ -123,7 +126,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     which = "plan for this GPU, by its data sheet: H100, 8xH100, 4090, A100-40GB, 2x24GB, ..."
     parser.add_argument("--gpu", metavar="NAME", help=which)
-    parser.add_argument("--price-per-hour", type=float, metavar="P", help="of the whole machine")
+    parser.add_argument(
+        "--price-per-hour", type=float, metavar="P", help="price of the whole machine"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run_command=run_plan, takes_others=True)
 
@@ -138,7 +143,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         return _plan_script(script, arguments, how)
     if arguments.others:
         others = " ".join(arguments.others)
-        raise UserError(f"{others}: `ttrl plan` of what is no script has no such option")
+        raise UserError(f"`ttrl plan` has no such option unless you plan a script: {others}")
     from ttrl.cli.settings import Planned, model_run, read_planned
     from ttrl.tasks.reference import load_tasks
 
@@ -186,8 +191,9 @@ def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) 
         )
     if "script_arguments(" not in script.read_text(encoding="utf-8", errors="replace"):
         raise UserError(
-            f"{script} would train, as it reads no options; build it on script_arguments() and "
-            "run_recipe(), as what `ttrl tasks new` writes, or call ttrl.plan(config, tasks) in it"
+            f"{script} reads no options, and would start training. Build it on script_arguments() "
+            "and run_recipe(), like the output of `ttrl tasks new`, or call ttrl.plan(config, "
+            "tasks) in it"
         )
     if arguments.set:
         settings = ["--set", *arguments.set]
@@ -209,6 +215,6 @@ def _check_name(name: str) -> None:
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UserError(
-        f"there is nothing named {name!r}; {hint}Give a run folder, a file of settings, a script, "
-        f"a model folder, a name on the hub (ORG/NAME), or one of {', '.join(known)}"
+        f"nothing is called {name!r}; {hint}Give a run folder, a file of settings, a script, a "
+        f"model folder, a name on the hub (ORG/NAME), or one of {', '.join(known)}"
     )

@@ -23,12 +23,13 @@ def add_proxy(parser: argparse.ArgumentParser) -> None:
         "--host",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="to listen on (127.0.0.1: this machine alone)",
+        help="the address to listen on (default: 127.0.0.1, this machine only)",
     )
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="the port (a free one)")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="the port (default: a free one)"
+    )
     key_file = (
-        "the file with the key that opens sessions, made if it does not exist "
-        "(~/.config/ttrl/proxy.key)"
+        "the key file for opening sessions, created if missing (default: ~/.config/ttrl/proxy.key)"
     )
     parser.add_argument("--key-file", type=Path, metavar="FILE", help=key_file)
     parser.add_argument(
@@ -36,35 +37,42 @@ def add_proxy(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=URL",
-        help="another model, which is not captured",
+        help="another model, not recorded",
     )
     parser.add_argument(
         "--ignore",
         default="",
         metavar="NAMES",
-        help="parameters of agents to leave out: temperature,top_p",
+        help="agents' parameters to ignore: temperature,top_p",
     )
     parser.add_argument(
-        "--seconds", type=float, default=600.0, help="in which a session may ask nothing (600)"
+        "--seconds",
+        type=float,
+        default=600.0,
+        help="end a session after this time without a request (default: 600)",
     )
     parser.add_argument(
-        "--turns", type=int, default=64, metavar="N", help="replies of a session (64)"
+        "--turns", type=int, default=64, metavar="N", help="replies per session (default: 64)"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature (default: 1)"
+    )
     parser.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="of one reply (what the model's context has room for)",
+        help="tokens per reply (default: the rest of the model's context)",
     )
     parser.add_argument(
-        "--name", metavar="NAME", help="the model's name at its address (the first one listed)"
+        "--name",
+        metavar="NAME",
+        help="the model's name on its server (default: the first one listed)",
     )
-    key = "the environment variable with the server's key (OPENAI_API_KEY)"
+    key = "the environment variable with the server's key (default: OPENAI_API_KEY)"
     parser.add_argument("--key-variable", default="OPENAI_API_KEY", metavar="VARIABLE", help=key)
-    server = "arguments of vLLM for a server that is started here: JSON"
+    server = "for a local server: arguments of vLLM, as JSON"
     parser.add_argument("--server-args", type=json.loads, default={}, metavar="JSON", help=server)
-    template = "the same: a file with another chat template than the model's"
+    template = "for a local server: a chat template file to use instead of the model's"
     parser.add_argument("--chat-template", metavar="FILE", help=template)
     parser.set_defaults(run_command=run_proxy)
 
@@ -124,8 +132,8 @@ def run_proxy(arguments: argparse.Namespace) -> int:
             names=[served.model if is_address(model) else arguments.model],
         )
         say(
-            f"POST /sessions wants the key in {key_file}; Ctrl-C or SIGTERM ends the proxy, and "
-            "makes an iteration of what came"
+            f"POST /sessions needs the key in {key_file}. Ctrl-C or SIGTERM stops the proxy and "
+            "writes its sessions as an iteration."
         )
         with contextlib.suppress(KeyboardInterrupt), Console(quiet=True).interruptible(""):
             asyncio.run(proxy.serve(say))
@@ -135,5 +143,5 @@ def run_proxy(arguments: argparse.Namespace) -> int:
 def _named(text: str) -> tuple[str, str]:
     name, equals, address = text.partition("=")
     if not name or not equals:
-        raise UserError(f"--beside {text}: give NAME=URL, such as judge=http://127.0.0.1:8001/v1")
+        raise UserError(f"--beside {text}: write NAME=URL, such as judge=http://127.0.0.1:8001/v1")
     return name, address

@@ -72,13 +72,18 @@ def script_arguments(
     by --set; `options` adds more. Raises ConfigError if --set contradicts another option.
 
     `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
+
+        arguments = script_arguments("Sums.", run="runs/sums", iterations=20, model="smollm2-135m")
+        print(arguments.run, arguments.model, arguments.iterations)
     """
     speak_in_lines()
     errors_in_lines(TtrlError, KeyboardInterrupt)
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", type=Path, default=Path(run), help=f"the run folder ({run})")
+    parser.add_argument(
+        "--run", type=Path, default=Path(run), help=f"the run folder (default: {run})"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--iterations", type=int, default=iterations, help=f"at most ({iterations})"
@@ -91,7 +96,9 @@ def script_arguments(
         metavar="ADDRESS",
         help="run on a Ray cluster: auto, HOST:PORT or ray://HOST:PORT",
     )
-    parser.add_argument("--nproc-per-node", type=int, help="trainer processes: one for each GPU")
+    parser.add_argument(
+        "--nproc-per-node", type=int, help="trainer processes (default: one per GPU)"
+    )
     if model is not None:
         shown = model or "a tiny one, made and warmed up first"
         parser.add_argument(
@@ -113,22 +120,25 @@ def script_arguments(
             required=not data,
             help=f"a file, a folder, or a data set's name on the hub{shown}",
         )
-    same = "the first N tasks in each iteration, asked again greedily after each step"
+    same = (
+        "train on the same first N tasks in each iteration, and sample them greedily after each "
+        "step"
+    )
     parser.add_argument("--overfit", type=int, metavar="N", help=same)
     if presets:
         parser.add_argument(
             "--preset",
             choices=presets,
-            help="with the settings of an experiment; see docs/reference/families.md",
+            help="use the settings of an experiment; see docs/reference/families.md",
         )
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others
     )
     parser.add_argument(
-        "--check", action="store_true", help="make the tasks and check the settings; run nothing"
+        "--check", action="store_true", help="make the tasks and check the settings, without a run"
     )
-    how = "say what the run will take, by a short run; `ttrl plan SCRIPT` needs none"
+    how = "plan the run by a short one; `ttrl plan SCRIPT` plans without"
     parser.add_argument(
         "--plan", nargs="?", const=_PROBED, type=PlanOptions.parse, metavar="", help=how
     )
@@ -173,17 +183,19 @@ def _contradictions(
     for name in given.keys() & meant.keys():
         if given[name] != meant[name]:
             why = f"--overfit {arguments.overfit} means {_written(name, meant[name])}"
-            found.append(f"{why}, and --set says {_written(name, given[name])}; leave one out")
+            found.append(f"{why}, but --set sets {_written(name, given[name])}; leave one out")
     for name in given.keys() & vars(arguments).keys():
         own = getattr(arguments, name)
         option = f"--{name.replace('_', '-')}"
         if str(own) == str(given[name]):
             continue
         if name in _BY_OPTION:
-            why = "the recipe itself uses it, too"
-            found.append(f"--set {_written(name, given[name])}: write {option} instead, as {why}")
+            why = "the recipe uses it, too"
+            found.append(
+                f"--set {_written(name, given[name])}: write {option} instead, because {why}"
+            )
         elif name in _ALSO_OPTIONS and own != parser.get_default(name):
-            both = f"{option} is {own}, and --set says {_written(name, given[name])}"
+            both = f"{option} is {own}, but --set sets {_written(name, given[name])}"
             found.append(f"{both}; leave one out")
     if not found:
         return []
@@ -305,6 +317,20 @@ def run_recipe(
     """Train; return `what` of the held-out tasks before and after, and the place of the results.
 
     With --check, only check; with --tiny, try the recipe out. Raises the errors of `train`.
+
+        def task(number: int) -> Task:
+            question = f"What is {number} + 1? Answer with the number."
+            return Task(
+                [{"role": "user", "content": question}],
+                lambda choice: float(choice.message.content == str(number + 1)),
+            )
+
+        arguments = script_arguments("Sums.", run="runs/sums", iterations=20, model="smollm2-135m")
+        config = TrainConfig(
+            run=arguments.run, model=arguments.model, iterations=arguments.iterations, max_tokens=16
+        )
+        tasks = [task(number) for number in range(100)]
+        print(run_recipe(arguments, config, tasks[:84], tasks[84:], what="right sums"))
     """
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(
@@ -314,14 +340,14 @@ def run_recipe(
     count = getattr(arguments, "overfit", None)
     if count is not None and not 1 <= count <= len(tasks):
         problems.append(
-            f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to "
+            f"--overfit is {count}, but there are {len(tasks)} tasks; give a number from 1 to "
             f"{len(tasks)}"
         )
     elif count is not None:
         tasks = [dataclasses.replace(task, level=0) for task in tasks[:count]]
         validation_tasks = tasks
         config = dataclasses.replace(config, **_overfit_settings(count))
-        what = f"{what}, of the {count} tasks that it was trained on"
+        what = f"{what} on the {count} training tasks"
     asked: PlanOptions | None = arguments.plan
     if arguments.check or problems:
         is_planned = asked is not None and not problems
@@ -331,7 +357,8 @@ def run_recipe(
             return _rough_plan(arguments, config, tasks, validation_tasks)
         if not tasks or not validation_tasks:
             raise UserError(
-                f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?"
+                f"{len(tasks)} tasks and {len(validation_tasks)} held out: the data is too small; "
+                "give more"
             )
         longest = max(_prompt_size(task) for task in tasks)
         prompts = f"the longest prompt has {longest:,} bytes"
@@ -358,7 +385,7 @@ def run_recipe(
         change = "not known after"
     iterations = metrics[-1].iteration
     if getattr(arguments, "tiny", False):
-        tried = "tried out, with chance added to the rewards of training\n"
+        tried = "tried out, with random rewards added for training\n"
     else:
         tried = ""
     if getattr(arguments, "overfit", None):

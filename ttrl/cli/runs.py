@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 
 _RUN = "a run folder, such as runs/sort_letters"
 _RECIPES = Path(__file__).parents[2] / "recipes"
-_TRAIN = """Train a model: with a script, with a recipe of ttrl, or by a file of settings. The same command continues a run.
+_TRAIN = """Train a model with a script, a recipe or a file of settings. The same command
+continues a run.
 
-    ttrl train my_task.py --seed 1 --set lr=1e-5     a script, such as `ttrl tasks new` writes
+    ttrl train my_task.py --seed 1 --set lr=1e-5     a script; `ttrl tasks new` writes one
     ttrl train structured_output --iterations 4      a recipe by its name
     ttrl train run.yaml --set lr=1e-5                a file of settings
 
-What follows a script or recipe goes to it: `ttrl train my_task.py --help` lists its options. A file of settings holds
-those of `ttrl config`, and two more:
+Scripts and recipes have options of their own: `ttrl train my_task.py --help` lists them. A file of
+settings holds those of `ttrl config`, and two more:
 
-    tasks: structured_output                         a family of `ttrl eval`, FILE.py or FILE.py:NAME
-    validation_tasks: structured_output              the same, held out; may be left out"""  # noqa: E501
+    tasks: structured_output                  a family of `ttrl eval`, FILE.py or FILE.py:NAME
+    validation_tasks: structured_output       the held-out tasks (optional)"""
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -67,16 +68,16 @@ def script_named(what: str) -> Path:
     if what.endswith(".py"):
         if not Path(what).is_file():
             raise UserError(
-                f"there is no file {what}; `ttrl tasks new {what}` writes one to start from"
+                f"{what} does not exist; `ttrl tasks new {what}` writes a script to start from"
             )
         if not re.search(
             r"__main__|\b(train|run_recipe)\(",
             Path(what).read_text(encoding="utf-8", errors="replace"),
         ):
             raise UserError(
-                f"{what} trains nothing when it is run; end it with train(…) or run_recipe(…), "
-                "as what `ttrl tasks new` writes, "
-                f"or name its tasks in a file of settings (tasks: {what})"
+                f"{what} defines tasks and starts no training. End it with train(…) or "
+                "run_recipe(…), as in the output of `ttrl tasks new`, or name its tasks in a file "
+                f"of settings (tasks: {what})"
             )
         return Path(what)
     known = recipes()
@@ -99,7 +100,7 @@ def _train_by_settings(file: Path, options: list[str]) -> int:
         "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others
     )
     parser.add_argument(
-        "--check", action="store_true", help="make the tasks and check the settings; run nothing"
+        "--check", action="store_true", help="make the tasks and check the settings, without a run"
     )
     given = parser.parse_args(options)
     from ttrl.cli.settings import read_run
@@ -136,16 +137,16 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 def add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help=f"{_RUN}, or a packed.safetensors")
-    which = "the iteration whose pack is shown (the newest that has one)"
+    which = "the iteration to show (default: the newest one with a pack)"
     parser.add_argument("--iteration", "--pack", type=int, metavar="N", help=which)
     parser.add_argument(
-        "--rows", metavar="A-B", help="which rows, such as 3, or 0-7, or 0-3,8 (the first 8)"
+        "--rows", metavar="A-B", help="rows to show, such as 3, 0-7 or 0-3,8 (default: the first 8)"
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE.html",
-        help="where the page goes (packed.html beside the pack)",
+        help="the page to write (default: packed.html in the pack's folder)",
     )
     parser.add_argument(
         "--png",
@@ -154,10 +155,13 @@ def add_view(parser: argparse.ArgumentParser) -> None:
         help="write a picture (with matplotlib) instead of the page",
     )
     parser.add_argument(
-        "--text", action="store_true", help="print the rows here instead of writing the page"
+        "--text", action="store_true", help="print the rows instead of writing the page"
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="a folder with tokenizer.json (the run's)"
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="a folder with tokenizer.json (default: the run's)",
     )
     parser.set_defaults(run_command=run_view)
 
@@ -193,28 +197,39 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--tasks",
         metavar="MODULE:NAME",
-        help="a list of tasks with graders, or a function that returns one",
-    )
-    parser.add_argument("--iterations", metavar="3-5,8", help="which ones (all)")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="where the replay goes (RUN/replays/NAME)"
+        help="a list of tasks with graders, or a function for it",
     )
     parser.add_argument(
-        "--again", action="store_true", help="grade again what has a grade in that folder already"
+        "--iterations", metavar="3-5,8", help="iterations to grade, such as 3-5 (default: all)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="the replay's folder (default: RUN/replays/NAME)"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="also grade what is already graded in that folder"
     )
     parser.add_argument(
         "--skip-missing",
         action="store_true",
-        help="with --tasks: leave out rollouts that have no task",
+        help="with --tasks: leave out rollouts without a task",
     )
     parser.add_argument(
-        "--isolated", action="store_true", help="run graders in processes that can be ended"
+        "--isolated",
+        action="store_true",
+        help="run graders in separate processes, with time limits",
     )
     parser.add_argument(
-        "--grader-timeout", type=float, default=60.0, metavar="SECONDS", help="for one grade (60)"
+        "--grader-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time limit of a grade (default: 60)",
     )
     parser.add_argument(
-        "--grader-memory", type=int, metavar="BYTES", help="with --isolated: of one grader process"
+        "--grader-memory",
+        type=int,
+        metavar="BYTES",
+        help="with --isolated: memory of a grader process",
     )
     parser.add_argument("--train", action="store_true", help="train again on the new grades")
     from_checkpoints = "with --train: start each iteration from the run's own checkpoint"
@@ -244,14 +259,14 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 def add_study(parser: argparse.ArgumentParser) -> None:
     what = (
-        "the checkpoint of an iteration, such as runs/NAME/iterations/0007/checkpoint, or a run: "
-        "the step of each iteration"
+        "the checkpoint of an iteration, such as runs/NAME/iterations/0007/checkpoint, or a run, "
+        "for the step of each iteration"
     )
     parser.add_argument(
         "path",
         type=Path,
         metavar="CHECKPOINT|RUN",
-        help=f"{what}; what it started from must still be there",
+        help=f"{what}; its starting checkpoint must still exist",
     )
     tasks = (
         "the entropy is measured on answers to these, as for `ttrl eval` (the run's held-out "
@@ -265,30 +280,37 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="answers on which it is measured (256)",
+        help="number of replies to measure the entropy on (default: 256)",
     )
-    factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64); of a checkpoint"
+    factors = (
+        "for a checkpoint: the sweep of η, in learning rates (default: "
+        "-4,-1,0.25,0.5,1,2,4,8,16,32,64)"
+    )
     parser.add_argument("--factors", metavar="A,B,…", help=factors)
-    dtype = "of the study, not of the run; fp64 sees small steps that fp32 rounds away (fp32)"
+    dtype = (
+        "dtype of the study, not of the run; fp64 shows small steps lost to rounding in fp32 "
+        "(default: fp32)"
+    )
     parser.add_argument("--dtype", choices=("fp32", "fp64"), help=dtype)
-    device = "where to compute (the run's); cpu also studies runs that were made on a GPU"
+    device = "device of the study (default: the run's); cpu also studies runs on a GPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
     precision = (
-        "repeat the sweep in bf16, fp32 and fp64, and show where precision and linearity end; "
-        "takes --dtype fp64; of a checkpoint"
+        "for a checkpoint: repeat the sweep in bf16, fp32 and fp64, and show where precision and "
+        "linearity end"
     )
     parser.add_argument("--precision", action="store_true", help=precision)
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     kernel = (
-        "also the Fisher kernel of N of these answers and of the update's, a backward pass for "
-        "each (0: none)"
+        "also the Fisher kernel of N of these answers and of the update's, at a backward pass per "
+        "answer (default: 0)"
     )
     parser.add_argument("--kernel", type=int, default=0, metavar="N", help=kernel)
     parser.add_argument(
         "--output",
         type=Path,
         metavar="DIR",
-        help="for study.json and pictures (study/ beside or in it)",
+        help="folder for study.json and pictures (default: study/, in the run or next to the "
+        "checkpoint)",
     )
     parser.set_defaults(run_command=run_study)
 
@@ -309,7 +331,7 @@ def run_study(arguments: argparse.Namespace) -> int:
         problems.append(f"--kernel is {arguments.kernel}; it must be at least 0")
     if is_run and (arguments.factors is not None or arguments.precision):
         problems.append(
-            f"--factors and --precision are for one checkpoint, and {arguments.path} is a run"
+            f"--factors and --precision are for one checkpoint, but {arguments.path} is a run"
         )
     if arguments.precision and arguments.dtype == "fp32":
         problems.append("--precision compares with float64, and --dtype is fp32: leave it out")
@@ -325,7 +347,7 @@ def run_study(arguments: argparse.Namespace) -> int:
         if not (error.name or "").startswith("matplotlib"):
             raise
         raise UserError(
-            f"what is studied is drawn with matplotlib ({error}); pip install matplotlib"
+            f"a study draws pictures with matplotlib ({error}); pip install matplotlib"
         ) from error
     from ttrl.report.page import leave_report
 

@@ -62,7 +62,7 @@ def read_planned(
     if not values.keys() & {"iterations", "tasks_per_iteration", "tasks"}:
         if not values.keys() & _OF_RECIPE:
             raise UserError(
-                f"{file} is neither a run's config nor a recipe's: it has no setting of either"
+                f"{file} has no setting of a run or of a recipe; `ttrl config` lists them"
             )
         return Planned(_of_recipe({**_promised(file), **values, **changes}, file), recipe_only=True)
     named = {key: values.pop(key, None) for key in _SPLITS}
@@ -120,9 +120,7 @@ def _read_mapping(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read as a config: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(
-            f"{file} holds a {type(values).__name__}; a config is a mapping of settings"
-        )
+        raise UserError(f"{file} holds a {type(values).__name__}; write a mapping of settings")
     return values
 
 
@@ -216,7 +214,7 @@ def settings_in(texts: Sequence[str]) -> tuple[Settings, list[str]]:
             if near
             else "; `ttrl config` lists all"
         )
-        unknown.append(f"{name!r} is a setting neither of a run nor of the recipe{hint}")
+        unknown.append(f"neither a run nor a recipe has a setting {name!r}{hint}")
     return {name: value for name, value in changes.items() if name in known}, unknown
 
 
@@ -230,8 +228,8 @@ def _of_recipe(values: Settings, file: Path) -> TrainConfig:
     """Make a run around a recipe's config; its plan covers only the trainer."""
     if not values.get("model"):
         raise UserError(
-            f"{file} names no model; say which: --set model=FOLDER, a config.json, or a name on "
-            "the hub"
+            f"{file} names no model; set one: --set model=FOLDER, a config.json, or a name on the "
+            "hub"
         )
     missing = {"packed": "", "output_dir": ""}
     alone = {
@@ -250,7 +248,7 @@ def _of_recipe(values: Settings, file: Path) -> TrainConfig:
 def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals and name in _OF_RUN | _OF_RECIPE:
-        raise UserError(f"{name} is given no value; write --set {name}=VALUE, without a blank")
+        raise UserError(f"{name} has no value; write --set {name}=VALUE, without a blank")
     if not equals or not name:
         raise UserError(f"{text!r} is not a setting; write --set KEY=VALUE, such as lora_rank=16")
     name = name.removeprefix("training.")  # as config.yaml has it

@@ -13,10 +13,10 @@
       lr: [1.0e-4, 3.0e-4]                 # also model: [FOLDER, NAME]
     by: flops                              # where they are compared (iteration)
 
-A run is finished when its script has ended well. RUNS/sweep.json keeps a digest of the command of
-each finished run (the command may hold a secret), so the same `ttrl sweep` continues where it was
-interrupted, within a run too, and makes only what was added to the file. A run that fails does not
-end the others.
+A run is finished when its script has ended without an error. RUNS/sweep.json keeps a digest of
+each finished run's command (the command may hold a secret). The same `ttrl sweep` thus
+continues after an interruption, even within a run, and runs only the additions to the file. After a
+failed run, the others continue.
 """
 
 import argparse
@@ -87,7 +87,8 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise UserError(
-            f"{path} is no mapping; it needs recipe, runs, and arms or grid (`ttrl sweep --help`)"
+            f"{path} is not a mapping; it needs recipe, runs, and arms or grid (`ttrl sweep "
+            "--help`)"
         )
     kinds = {
         "recipe": str,
@@ -99,7 +100,7 @@ def read_sweep(path: Path) -> Sweep:
         "by": str,
     }
     found = [
-        f"unknown key {name!r}; there are {', '.join(kinds)}"
+        f"unknown key {name!r}; choose one of {', '.join(kinds)}"
         for name in values
         if name not in kinds
     ]
@@ -121,14 +122,14 @@ def read_sweep(path: Path) -> Sweep:
             if type(one) is not dict
         ]
         found += [
-            f"seeds: {one!r} is no whole number"
+            f"seeds: {one!r} is not a whole number"
             for one in values.get("seeds", [])
             if type(one) is not int
         ]
         recipe = values["recipe"]
         values["recipe"] = str(recipes().get(recipe.replace("-", "_"), recipe))
         if not Path(values["recipe"]).is_file():
-            found.append(f"recipe: there is no file or recipe {recipe}")
+            found.append(f"recipe: no file and no recipe is called {recipe}")
         found += (
             []
             if values.get("by", "flops") in _BY
@@ -138,7 +139,7 @@ def read_sweep(path: Path) -> Sweep:
         raise UserError(f"{path}: " + "\n".join(found))
     sweep = Sweep(**{**values, "arguments": [str(one) for one in values.get("arguments", [])]})
     if len(sweep.commands()) < 2:
-        raise UserError(f"{path}: that is a single run; give arms, a grid or seeds")
+        raise UserError(f"{path} defines a single run; give arms, a grid or seeds")
     return sweep
 
 
@@ -149,7 +150,9 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, metavar="FILE.yaml")
-    parser.add_argument("--list", action="store_true", help="print the commands; run nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="print the commands without running them"
+    )
     parser.set_defaults(run_command=run_sweep)
 
 
@@ -182,9 +185,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         print(comparison.write_html(runs / "compare.html"))
     if failed:
         print(
-            f"ttrl sweep: {len(failed)} of {len(commands)} runs failed, and are tried again by "
-            "the same command: "
-            f"{'; '.join(failed)}",
+            f"ttrl sweep: {len(failed)} of {len(commands)} runs failed; the same command tries "
+            f"them again: {'; '.join(failed)}",
             file=sys.stderr,
         )
     if failed:
@@ -213,7 +215,8 @@ def _finished(path: Path) -> dict[str, str | list[str]]:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} is damaged: {error}; without it, each run says itself that it is finished"
+            f"{path} is damaged: {error}; remove it: each run's folder also shows whether it is "
+            "finished"
         ) from error
 
 

@@ -15,46 +15,44 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     )
     families = "temporal-clue, temporal-clue-night (like the published ones), zebra-grid"
     generate.add_argument("family", metavar="FAMILY", help=families)
-    generate.add_argument("--n", type=int, required=True, help="how many")
+    generate.add_argument("--n", type=int, required=True, help="number of puzzles")
     generate.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="FILE.jsonl",
-        help="the file; replaced if it exists",
+        help="the output file; an existing one is replaced",
+    )
+    generate.add_argument("--seed", type=int, default=0, help="seed of the puzzles (default: 0)")
+    generate.add_argument(
+        "--size", help="temporal-clue: tiny, small, medium, large; zebra-grid: 5x4 (default: mixed)"
     )
     generate.add_argument(
-        "--seed", type=int, default=0, help="another seed gives other puzzles (0)"
-    )
-    generate.add_argument(
-        "--size", help="temporal-clue: tiny, small, medium, large; zebra-grid: 5x4 (mixed)"
-    )
-    generate.add_argument(
-        "--processes", type=int, metavar="N", help="how many work at once (one for each core)"
+        "--processes", type=int, metavar="N", help="worker processes (default: one per core)"
     )
     generate.set_defaults(run_command=run_generate)
 
-    new = commands.add_parser("new", help="write a file to start a task of your own from")
+    new = commands.add_parser("new", help="write a file to start your own task from")
     new.add_argument("file", type=Path, metavar="FILE.py", help="such as my_task.py")
     new.set_defaults(run_command=run_new)
 
     attempt = commands.add_parser(
-        "try", help="show prompts, replies and grades of a task before any training"
+        "try", help="show a task's prompts, replies and grades before training"
     )
     attempt.add_argument(
         "file",
         metavar="FILE.py",
         help="also FILE.py:NAME or MODULE:NAME; without NAME, get_tasks or tasks",
     )
-    attempt.add_argument("--n", type=int, default=3, help="how many tasks (3)")
+    attempt.add_argument("--n", type=int, default=3, help="number of tasks (default: 3)")
     attempt.add_argument(
         "--model",
         metavar="URL_OR_FOLDER",
         help="a server's address, a model folder or a name of `ttrl models`",
     )
-    vllm = 'for a server that is started here: arguments of vLLM, such as {"max_num_seqs": 8}'
+    vllm = 'for a local server: arguments of vLLM, such as {"max_num_seqs": 8}'
     attempt.add_argument("--server-args", type=json.loads, default={}, metavar="JSON", help=vllm)
-    template = "the same: a file with another chat template than the model's"
+    template = "for a local server: a chat template file to use instead of the model's"
     attempt.add_argument("--chat-template", metavar="FILE", help=template)
     attempt.add_argument(
         "--reply",
@@ -63,7 +61,7 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="grade this reply; may be repeated",
     )
-    replies = "replies of the model to each task (1)"
+    replies = "the model's replies per task (default: 1)"
     attempt.add_argument(
         "--samples-per-task",
         "--samples",
@@ -73,8 +71,12 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help=replies,
     )
-    attempt.add_argument("--max-tokens", type=int, default=512, help="of one reply (512)")
-    attempt.add_argument("--temperature", type=float, default=1.0, help="of the sampling (1)")
+    attempt.add_argument(
+        "--max-tokens", type=int, default=512, help="tokens per reply (default: 512)"
+    )
+    attempt.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature (default: 1)"
+    )
     attempt.set_defaults(run_command=run_try)
 
 

@@ -36,11 +36,11 @@ def write_template(path: Path) -> Path:
     """Write the template. Raises UserError if the file exists, or Python cannot import its name."""
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise UserError(
-            f"{path}: give a name that Python can import: letters, digits and underscores, "
-            "ending in .py"
+            f"{path} is not a Python module name; use letters, digits and underscores, and end in "
+            ".py"
         )
     if path.exists():
-        raise UserError(f"{path} exists already; give another name, or remove it first")
+        raise UserError(f"{path} exists already; choose another name, or remove it first")
     write_text(path, TEMPLATE.read_text(encoding="utf-8").replace("my_task", path.stem))
     return path
 
@@ -67,9 +67,7 @@ def try_tasks(
     if model is None:
         answers = [[_graded(task, reply) for reply in replies] for task in tasks]
     elif replies:
-        raise UserError(
-            "give a model or replies, not both: replies are for grading without a model"
-        )
+        raise UserError("give a model or replies, not both: replies are graded without a model")
     else:
         folder = str(ready_model(model) or model)
         if not is_address(folder):
@@ -98,7 +96,7 @@ def try_tasks(
             say(_grade_line(sample))
     if model is None and not replies:
         say(
-            "\nThese are the prompts. To see grades: --reply TEXT for a reply of your own, or "
+            "\nThese are the prompts. To see grades, use --reply TEXT for a reply of your own, or "
             "--model URL_OR_FOLDER."
         )
     return all(sample.error is None for of_task in answers for sample in of_task)

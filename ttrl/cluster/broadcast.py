@@ -92,9 +92,8 @@ class Broadcast:
         room = least["Resources"].get("object_store_memory", 0.0)
         if size > _ROOM * room:
             logger.warning(
-                "each server reads %s itself: its weights take %s, and Ray's object store on %s "
-                "has %s (ray start "
-                "--object-store-memory=BYTES)",
+                "each server reads %s itself: the weights need %s, and Ray's object store on %s "
+                "has %s (ray start --object-store-memory=BYTES)",
                 checkpoint,
                 gib(size),
                 least["NodeManagerAddress"],
@@ -130,7 +129,7 @@ class Staged:
             free = min(memory_bytes()[1], shutil.disk_usage(self._pool).free)
             if not folder.is_dir() and sent.size > _ROOM * free:
                 raise OSError(
-                    f"its weights take {gib(sent.size)}, and {self._pool} has room for half of "
+                    f"the weights need {gib(sent.size)}, and {self._pool} has room for half of "
                     f"{gib(free)}"
                 )
             folder.mkdir(exist_ok=True)
@@ -161,7 +160,7 @@ class Staged:
         self._pool.mkdir(mode=0o700, exist_ok=True)
         found = self._pool.lstat()
         if found.st_uid != os.geteuid() or found.st_mode & 0o777 != 0o700:
-            raise OSError(f"{self._pool} is not this user's alone; remove it")
+            raise OSError(f"other users can access {self._pool}; remove it")
         with open(self._pool / "lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

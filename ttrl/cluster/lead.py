@@ -80,10 +80,9 @@ class Lead:
         try:
             if AUTHENTICATION != "token" and not accepts_open:
                 raise UserError(
-                    "this Ray cluster asks for no token: whoever reaches its ports can run "
-                    "programs as you. Start it with "
-                    "RAY_AUTH_MODE=token on each machine, or say RAY_AUTH_MODE=disabled here to "
-                    "accept that"
+                    "this Ray cluster needs no token: anyone with access to its ports can run "
+                    "programs as you. Start it with RAY_AUTH_MODE=token on each machine, or set "
+                    "RAY_AUTH_MODE=disabled here to accept this"
                 )
             deadline = time.monotonic() + (_TAKE_OVER_SECONDS if again else _KILLED_SECONDS)
             while True:
@@ -137,21 +136,20 @@ def run_detached(
     actor, is_new = _begin(config, work, arguments, console)
     if not is_new:
         console.line(
-            "the run runs already, and nobody waited for it; what it says from now on is in "
+            "the run is already active, and no program waited for it; its further output is in "
             f"{config.run}/report.html"
         )
     console.line(
-        f"the run is led by the actor {lead_name(config.run)!r} of the cluster; it goes on when "
-        "this process is killed"
+        f"the run continues in the cluster's actor {lead_name(config.run)!r} if this process is "
+        "killed"
     )
     patience = max(config.join_timeout, START_SECONDS)
     try:
         if is_new and not ray.wait([actor.__ray_ready__.remote()], timeout=patience)[0]:
             raise TrainerError(
-                f"the lead of {config.run} has not started within {patience:.0f} s: it takes "
-                f"{_wanted(config)} of one machine, "
-                "and `ray status` shows what is free; ask for fewer GPUs (nproc_per_node), or "
-                "wait longer (join_timeout)"
+                f"the lead of {config.run} has not started within {patience:.0f} s: it needs "
+                f"{_wanted(config)} of one machine; `ray status` lists free resources. Ask for "
+                "fewer GPUs (nproc_per_node), or wait longer (join_timeout)"
             )
         while (done := _answer(config, actor.done.remote(), None)) is None:
             time.sleep(_LOOK_SECONDS)
@@ -184,10 +182,9 @@ def _lead_of(*given: Any) -> type[Lead]:
     packed = zlib.compress(cloudpickle.dumps(given))
     if len(packed) > _LARGEST:
         raise UserError(
-            f"the tasks take {len(packed) / 1e6:.0f} MB, compressed, and a cluster keeps at most "
-            f"{_LARGEST / 1e6:.0f} MB of a "
-            "run; let tasks hold less, and graders read what is large from files that all "
-            "machines see"
+            f"the tasks take {len(packed) / 1e6:.0f} MB, compressed, and a cluster stores at most "
+            f"{_LARGEST / 1e6:.0f} MB of a run; make tasks smaller, and let graders read large "
+            "data from shared files"
         )
 
     class RunLead(Lead):
@@ -231,22 +228,22 @@ def _begin(
                 time.sleep(_LOOK_SECONDS)
                 continue
         is_done, why_not = _answer(
-            config, other.looked_at.remote(config), (False, "it does not answer just now")
+            config, other.looked_at.remote(config), (False, "it does not answer now")
         )
         if is_done:
             _, words = _answer(config, other.done.remote(), (None, None))
             if words is not None:
-                console.line(f"note: the run ended while nobody waited for it: {words[1]}")
+                console.line(f"note: the run ended with no program waiting for it: {words[1]}")
             ray.kill(other)  # done, result not fetched
             time.sleep(_LOOK_SECONDS)
         elif why_not is None:
             return other, False
         else:
             raise RunFolderError(
-                f"{config.run} is being run by this cluster already, by its actor {name!r}, and "
-                f"{why_not}; to end it: "
-                f"ray kill-actor --name {name!r} --namespace {NAMESPACE} --force --no-restart"
+                f"{config.run} is already active on this cluster, in actor {name!r}, and "
+                f"{why_not}; to end it: ray kill-actor --name {name!r} --namespace {NAMESPACE} "
+                "--force --no-restart"
             )
     raise RunFolderError(
-        f"the name {name!r} of an actor that is done stays taken; try again, or restart the cluster"
+        f"the name {name!r} of a finished actor is still taken; try again, or restart the cluster"
     )

@@ -32,10 +32,9 @@ def connect(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise UserError(
             f"the Ray cluster at {address!r} cannot be used: {error}\nStart one with `ray start "
-            "--head` and `ray start "
-            "--address=HOST:6379`; its token (`ray get-auth-token --generate`) has to be in "
-            "~/.ray/auth_token on each machine, "
-            "this one too, or in RAY_AUTH_TOKEN"
+            "--head` and `ray start --address=HOST:6379`. Make a token with `ray get-auth-token "
+            "--generate`, and put it into ~/.ray/auth_token on each machine, including this one, "
+            "or into RAY_AUTH_TOKEN"
         ) from error
 
 

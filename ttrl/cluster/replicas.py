@@ -70,7 +70,7 @@ class Replica:
                 self._problem = None
                 keep_serving(self._server)
             except Exception as error:
-                logger.exception("the server is started again in %.0f s", _PAUSE_SECONDS)
+                logger.exception("the server restarts in %.0f s", _PAUSE_SECONDS)
                 self._url, self._problem = None, as_words(error)
             self._server.stop()
             time.sleep(_PAUSE_SECONDS)
@@ -112,8 +112,7 @@ class Link:
         while (url := self._ask()) is None:
             if time.monotonic() >= deadline:
                 raise ServerDiedError(
-                    f"{self.name} is being started on some machine of the cluster, and does not "
-                    "serve yet"
+                    f"{self.name} is starting on a machine of the cluster, and does not serve yet"
                 )
             time.sleep(0.2)
         return url

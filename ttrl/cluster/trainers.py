@@ -62,8 +62,8 @@ class TrainerNode:
         try:
             if not (path / "start.yaml").is_file():
                 raise UserError(
-                    f"{path} is not on {socket.gethostname()}; the run folder must lie where all "
-                    "machines see it"
+                    f"{path} is not on {socket.gethostname()}; put the run folder on a file system "
+                    "of all machines"
                 )
             torchrun = torchrun_arguments(
                 config.nnodes, endpoint, path.name, leads=leads, join_timeout=config.join_timeout
@@ -123,9 +123,8 @@ class ClusterTrainer(TrainerProcess):
             if not self._group.wait(config.join_timeout):
                 raise TrainerError(
                     f"the cluster has no {count} machines with {config.processes_here} free "
-                    f"{kind}s (nnodes, nproc_per_node); "
-                    f"waited {config.join_timeout} s (join_timeout); `ray status` shows what is "
-                    "taken"
+                    f"{kind}s (nnodes, nproc_per_node) after {config.join_timeout} s "
+                    "(join_timeout); `ray status` lists what is in use"
                 )
             for number in range(count):
                 place = PlacementGroupSchedulingStrategy(

@@ -42,7 +42,7 @@ def settings(cls: type[_C]) -> type[_C]:
             if name not in own and not (name in made.gone and value is None)
         }
         alone = [
-            f"{value!r} stands alone; settings are given by name, such as {next(iter(own))}=…"
+            f"{value!r} has no name; write settings by name, such as {next(iter(own))}=…"
             for value in unnamed
         ]
         if (
@@ -74,7 +74,7 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) in (dict, Mapping):
         return "a mapping with names as keys"
     if typing.get_origin(kind) in (list, tuple, Sequence):
-        return "a list of which each is " + _describe(typing.get_args(kind)[0])
+        return "a list with each item " + _describe(typing.get_args(kind)[0])
     if typing.get_origin(kind) is os.PathLike:
         return "a path"
     known = {
@@ -223,7 +223,7 @@ class Config:
                 if len(fields) <= 20:
                     listed = f"known keys: {', '.join(fields)}"
                 else:
-                    listed = "`ttrl config` lists all that there are"
+                    listed = "`ttrl config` lists all"
                 hint = (
                     listed
                     if near is None

@@ -41,20 +41,20 @@ def normalised(entry: Any) -> tuple[str, Settings]:
         unknown = [] if allowed is None else sorted(arguments.keys() - set(allowed))
         if unknown:
             raise ValueError(
-                f"loggers: {name} has no argument {unknown[0]!r}; there are: "
+                f"loggers: {name} has no argument {unknown[0]!r}; choose from "
                 f"{', '.join(allowed or ()) or 'none'}"
             )
     elif name.startswith(TORCHTUNE):
         if name.removeprefix(TORCHTUNE) not in _TORCHTUNE_NEEDS:
             raise ValueError(
-                f"loggers: torchtune has no {name!r}; there are: {', '.join(_TORCHTUNE_NEEDS)}"
+                f"loggers: torchtune has no {name!r}; choose from {', '.join(_TORCHTUNE_NEEDS)}"
             )
     elif "." not in name:
         known = LOGGERS.names()
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"loggers: there is no {name!r}{hint}; there are {', '.join(known)}, and dotted "
+            f"loggers: there is no {name!r}{hint}; choose from {', '.join(known)}, and dotted "
             "names of classes"
         )
     return name, arguments
@@ -72,5 +72,5 @@ def logger_problems(entry: Any) -> list[str]:
         package = _TORCHTUNE_NEEDS.get(name.removeprefix(TORCHTUNE))
     if package is not None and importlib.util.find_spec(package) is None:
         way_out = f"pip install {package}, or 'ttrl[loggers]' for all of them"
-        return [f"loggers: {name} needs the package {package}, which is not installed: {way_out}"]
+        return [f"loggers: {name} needs the package {package}: {way_out}"]
     return []

@@ -24,8 +24,8 @@ def server_address_problems(urls: Sequence[str]) -> list[str]:
             )
         elif parts.username or parts.password or parts.query or parts.fragment:
             found.append(
-                f"joined_servers: the address of {parts.hostname} has more than host and port; "
-                "keys go into a file"
+                f"joined_servers: the address of {parts.hostname} has more than host and port; put "
+                "keys into TTRL_SERVER_KEY"
             )
     if len({_without_path(url) for url in urls}) < len(urls):
         found.append("joined_servers names a server twice")
@@ -63,7 +63,7 @@ def server_keys(urls: Sequence[str]) -> dict[str, str]:
         # Refused here, because the HTTP client's own error would repeat the key.
         raise ConfigError(
             "TrainConfig",
-            [f"joined_servers: the key in {SERVER_KEY_VARIABLE} is not one ASCII word"],
+            [f"joined_servers: the key in {SERVER_KEY_VARIABLE} is not a single ASCII word"],
         )
     return dict.fromkeys(urls, key)
 
@@ -95,9 +95,8 @@ def divided_devices(devices: list[str], trainers: int) -> tuple[list[str], list[
         raise ConfigError(
             "TrainConfig",
             [
-                f"placement is 'split' with nproc_per_node {trainers}, but there are "
-                f"{len(devices)} GPUs, and none is left to "
-                "serve; ask for fewer processes, or set CUDA_VISIBLE_DEVICES"
+                f"placement is 'split' with nproc_per_node {trainers}, but of {len(devices)} GPUs "
+                "none is left to serve; use fewer processes, or set CUDA_VISIBLE_DEVICES"
             ],
         )
     return devices[:trainers], devices[trainers:]
@@ -111,9 +110,9 @@ def shares_of_devices(servers: int, each: int, devices: list[str]) -> list[str]:
         raise ConfigError(
             "TrainConfig",
             [
-                f"servers is {servers}, with {each} GPUs each (vLLM's parallel sizes "
-                "multiplied), but there are "
-                f"{len(devices)} GPUs; ask for fewer, or set CUDA_VISIBLE_DEVICES"
+                f"servers is {servers}, with {each} GPUs each (the product of vLLM's parallel "
+                f"sizes), but there are {len(devices)} GPUs; use fewer servers, or set "
+                "CUDA_VISIBLE_DEVICES"
             ],
         )
     return [",".join(devices[number * each : (number + 1) * each]) for number in range(servers)]

@@ -38,7 +38,7 @@ class ObjectiveConfig(Config):
     """The probability ratio is clipped below at 1 - clip_low …"""
     clip_high: float | None = None
     """… and above at 1 + clip_high. For "ppo", "clip_cov", "cispo" and "gspo". None: 0.2; with
-    "gspo", whose ratio is a mean over the sample and stays close to 1, its paper's 3e-4 and 4e-4.
+    "gspo", its paper's 3e-4 and 4e-4: its ratio is a mean over the sample, and stays close to 1.
     """
     dual_clip: float | None = None
     """For "ppo": the loss of a negative advantage is at most this times |advantage|; above 1, 3 in
@@ -83,7 +83,7 @@ class ObjectiveConfig(Config):
     entropy_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 at `entropy_until_step`, and stays there."""
     entropy_from_step: int = 0
-    """Optimizer step of the run at which the linear schedule starts to fall."""
+    """The run's optimizer step at the start of the linear fall."""
     entropy_until_step: int | None = None
     """Optimizer step of the run, for the linear schedule."""
 
@@ -178,7 +178,7 @@ class ObjectiveConfig(Config):
             or not self.covariance_bounds[0] < self.covariance_bounds[1]
         ):
             found.append(
-                f"covariance_bounds are {list(self.covariance_bounds)}; give the lower and the "
+                f"covariance_bounds is {list(self.covariance_bounds)}; give the lower and the "
                 "higher one"
             )
         return found + self._objective_problems()
@@ -203,35 +203,31 @@ class ObjectiveConfig(Config):
         )
         if self.kl_coefficient > 0 and self.kl_estimator == "full" and not self.has_reference:
             found.append(
-                "kl_coefficient is above 0, with kl_estimator 'full', but reference_model is "
-                "missing"
+                "kl_coefficient is above 0 and kl_estimator is 'full', but reference_model is "
+                "missing; set it"
             )
         if self.watch_kl and not self.has_reference:
-            found.append(
-                "watch_kl is on, but reference_model is missing; name the model to which KL is "
-                "to be measured"
-            )
+            found.append("watch_kl is on, but reference_model is missing; set it")
         if self.kl_after_steps > 0 and self.kl_coefficient == 0:
             found.append(
-                f"kl_after_steps is {self.kl_after_steps} but kl_coefficient is 0; there is "
-                "nothing to begin with"
+                f"kl_after_steps is {self.kl_after_steps} but kl_coefficient is 0: there is no KL; "
+                "set kl_coefficient, or leave kl_after_steps out"
             )
         if self.kl_in == "reward" and self.kl_estimator == "full":
             found.append(
-                "kl_estimator 'full' with kl_in 'reward'; rewards belong to sampled tokens: "
-                "choose 'k1', 'k2' or 'k3'"
+                "kl_estimator is 'full' with kl_in 'reward', but rewards belong to sampled "
+                "tokens: choose 'k1', 'k2' or 'k3'"
             )
         if self.token_rewards == "implicit":
             if self.kl_coefficient > 0 and self.kl_in == "reward":
                 found.append(
-                    "token_rewards 'implicit' with kl_in 'reward'; the one rewards log π - log "
-                    "π_reference and the other one "
-                    "charges for it: choose one, or kl_in 'loss'"
+                    "token_rewards is 'implicit' with kl_in 'reward': one rewards log π - log "
+                    "π_reference, the other charges for it. Choose one, or kl_in 'loss'"
                 )
             if self.value_head:
                 found.append(
-                    "token_rewards 'implicit' with value_head; both make advantages of single "
-                    "tokens: choose one"
+                    "token_rewards is 'implicit' with value_head: both compute advantages of "
+                    "single tokens; choose one"
                 )
         return found
 
@@ -241,7 +237,10 @@ class ObjectiveConfig(Config):
         )
         found += self.within("[0, 1]", "gamma", "lam") + self.above_zero("value_coefficient")
         if self.entropy_schedule == "linear" and self.entropy_until_step is None:
-            found.append("entropy_schedule 'linear' needs entropy_until_step, where it reaches 0")
+            found.append(
+                "entropy_schedule is 'linear' without entropy_until_step; set it to the step at "
+                "which the bonus reaches 0"
+            )
         if self.entropy_schedule == "constant" and self.entropy_until_step is not None:
             found.append(
                 f"entropy_until_step is {self.entropy_until_step} with entropy_schedule "
@@ -253,13 +252,13 @@ class ObjectiveConfig(Config):
         ):
             found.append(
                 f"entropy_from_step is {self.entropy_from_step} and entropy_until_step "
-                f"{self.entropy_until_step}; the bonus "
-                "falls from the one to the other: give a number from 0 to less than that"
+                f"{self.entropy_until_step}; entropy_from_step must be from 0 to less than "
+                "entropy_until_step"
             )
         if self.entropy_schedule == "linear" and self.entropy_coefficient == 0:
             found.append(
-                "entropy_schedule is 'linear' but entropy_coefficient is 0; there is nothing to "
-                "lower"
+                "entropy_schedule is 'linear' but entropy_coefficient is 0: there is no bonus; "
+                "set entropy_coefficient, or leave the schedule out"
             )
         if self.off_policy != "none":
             found += self.at_least(1, "off_policy_cap")
@@ -289,7 +288,7 @@ class ObjectiveConfig(Config):
             ("implicit_beta",): (self.token_rewards == "implicit", "with token_rewards 'none'"),
             ("gamma",): (
                 self.rewards_tokens,
-                "without kl_in 'reward', token_rewards or value_head, which reward single tokens",
+                "without kl_in 'reward', token_rewards or value_head, the sources of token rewards",
             ),
             ("value_coefficient", "value_clip", "value_lr", "value_grad_in_decoder", "lam"): (
                 self.value_head,
@@ -306,7 +305,7 @@ class ObjectiveConfig(Config):
     def _idle(self, names: Iterable[str], where: str) -> list[str]:
         """Return a problem for each of these settings if it was changed, as it does nothing."""
         return [
-            f"{name} is {getattr(self, name)!r}, which does nothing {where}"
+            f"{name} is {getattr(self, name)!r}, but has no effect {where}; leave it out"
             for name in names
             if getattr(self, name) != getattr(ObjectiveConfig, name)
         ]

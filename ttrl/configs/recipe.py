@@ -62,9 +62,9 @@ def read_settings(path: str) -> dict[str, Any] | str:
         with open(path, encoding="utf-8") as file:
             found = yaml.safe_load(file)
     except OSError as error:
-        return f"a file that cannot be read: {error.strerror}"
+        return f"an unreadable file: {error.strerror}"
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return f"which is not YAML: {' '.join(str(error).split())[:200]}"
+        return f"not YAML: {' '.join(str(error).split())[:200]}"
     if isinstance(found, dict):
         return found
     return "a file without settings in it"
@@ -83,19 +83,19 @@ class TrainingConfig(Config):
     model: str = required()
     """Folder of the model to start from, in Hugging Face layout."""
     output_dir: str = required()
-    """Where checkpoint/, state/ and train.jsonl are written."""
+    """The folder for checkpoint/, state/ and train.jsonl."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": CUDA where there is a GPU, else the CPU."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the computation. Parameters and optimizer state are fp32 either way."""
     checkpoint_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the weights in checkpoints, not of adapters. "bf16" takes half the disk, and rounds:
-    the next iteration starts from what was written, so updates smaller than about 0.2% of a weight
-    are lost; not for small learning rates.
+    the next iteration starts from the rounded weights, and updates smaller than about 0.2% of a
+    weight are lost; not for small learning rates.
     """
     context: int | None = None
-    """The longest sequence that the server accepts, in tokens (vLLM's max_model_len); RoPE of the
-    type longrope depends on it. None: the model's max_position_embeddings, as in vLLM.
+    """The server's longest sequence, in tokens (vLLM's max_model_len); RoPE of the type longrope
+    depends on it. None: the model's max_position_embeddings, as in vLLM.
     """
     num_threads: int | None = None
     """CPU threads of each process; None leaves it to PyTorch. Repeating a run bit for bit needs the
@@ -118,17 +118,17 @@ class TrainingConfig(Config):
     cpu_offload.
     """
     optimizer_in_backward: bool = False
-    """Step each parameter and free its gradient as soon as the backward pass has it, so that memory
-    holds only one layer's gradients at a time. Excludes clipping, and more than one microbatch per
-    step. If a gradient that is not finite skips a step, parameters with finite gradients have
-    already been stepped.
+    """Step each parameter and free its gradient as soon as the backward pass has it: memory holds
+    only one layer's gradients at a time. Excludes clipping, and more than one microbatch per step.
+    If a non-finite gradient skips a step, parameters with finite gradients have already been
+    stepped.
     """
     lr: float = 1e-5
     """Learning rate of an optimizer step."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after `warmup_steps`: it stays, or falls to zero at `total_steps`."""
     warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises linearly to `lr`."""
+    """Optimizer steps of linear rise of the learning rate to `lr`."""
     total_steps: int | None = None
     """The end of linear and cosine schedules, in optimizer steps of the whole run."""
     beta1: float = 0.9
@@ -136,7 +136,7 @@ class TrainingConfig(Config):
     beta2: float = 0.95
     """AdamW, RMSprop: decay per step of the mean of squared gradients; in [0, 1)."""
     eps: float = 1e-8
-    """AdamW, RMSprop: added to the root of that mean before it divides the step."""
+    """AdamW, RMSprop: added to the root of this mean before the division."""
     momentum: float = 0.0
     """SGD, RMSprop: share of the last step's direction in the next one's; in [0, 1)."""
     weight_decay: float = 0.0
@@ -144,7 +144,7 @@ class TrainingConfig(Config):
     SGD and RMSprop add weight_decay·W to the gradient.
     """
     max_grad_norm: float | None = 1.0
-    """Global norm to which gradients are clipped; None: no clipping."""
+    """The largest global norm of gradients; larger ones are clipped. None: no clipping."""
     state_format: Literal["auto", "whole", "sharded"] = "auto"
     """How the optimizer's state is stored. "whole": one safetensors file by parameter name, each
     tensor gathered and written by the first rank. "sharded": each rank writes its part and a table
@@ -162,9 +162,9 @@ class TrainingConfig(Config):
     """Rows are trimmed to their real length, rounded up to a multiple of this, on GPUs also of 128.
     Code is compiled for each new length, so `compile` wants few of them (128 or more)."""
     num_output_chunks: int | None = None
-    """Chunks in which the trained positions of a microbatch pass through the output projection;
-    memory holds only one chunk's logits. None: chunks of 128 positions on the CPU and of 1024
-    elsewhere; larger ones are hardly faster.
+    """Chunks of a microbatch's trained positions in the output projection; memory holds only one
+    chunk's logits. None: chunks of 128 positions on the CPU and of 1024 elsewhere; larger ones are
+    hardly faster.
     """
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
@@ -179,8 +179,8 @@ class TrainingConfig(Config):
     activation_offloading: bool = False
     """Keep activations in the CPU's memory until the backward pass needs them. CUDA only."""
     decoder: Decoder = "auto"
-    """The code that computes the model. "torchtune": ours, for the families it knows.
-    "transformers": transformers' own class, unmodified. "auto": ours if it knows the family.
+    """The code of the model. "torchtune": ours, for the families it knows. "transformers":
+    transformers' own class, unmodified. "auto": ours if it knows the family.
     """
     compile: bool = False
     """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays off if many steps share few
@@ -190,9 +190,9 @@ class TrainingConfig(Config):
     # Several processes
 
     tensor_parallel: int = 1
-    """Processes that share each layer: heads, feed-forward columns and vocabulary rows are divided
-    among them, and they train on the same rows. The other processes train on other rows, with
-    parameters, gradients and state sharded over all (FSDP2).
+    """Processes per layer: heads, feed-forward columns and vocabulary rows are divided among them,
+    and they train on the same rows. The other processes train on other rows, with parameters,
+    gradients and state sharded over all (FSDP2).
     """
     cpu_offload: bool = False
     """Parameters, gradients and optimizer state live in the CPU's memory and visit the GPU layer by
@@ -202,11 +202,11 @@ class TrainingConfig(Config):
     """With several processes: free a layer's gathered parameters after its forward pass and gather
     them again for its backward pass. False is faster and needs room for all parameters."""
     collective_timeout: int | None = None
-    """With several processes: seconds that one waits for the others in any one exchange before it
-    fails. A killed process is noticed at once; a machine cut off from the network only by this.
-    Must be longer than compilation, and longer than the first process needs to make checkpoint or
-    state durable on the shared folder, while all others wait. None: 600, and one for each 25 MB of
-    the model's files (7B in bf16: 20 minutes).
+    """With several processes: the most seconds to wait for the others in an exchange. A killed
+    process is noticed at once; a machine cut off from the network only through this. Must be longer
+    than compilation, and longer than the first process needs to make checkpoint or state durable on
+    the shared folder, while all others wait. None: 600, and one for each 25 MB of the model's files
+    (7B in bf16: 20 minutes).
     """
 
     # Adapters: trained while the model itself stays frozen. The formulas:
@@ -251,12 +251,12 @@ class TrainingConfig(Config):
     # Monitoring
 
     max_skipped_steps: int = 2
-    """The most optimizer steps in a row to skip for a loss or gradient that is NaN or infinite; one
-    more stops the run.
+    """The most optimizer steps in a row to skip for a NaN or infinite loss or gradient; one more
+    stops the run.
     """
     measure_peak: bool = True
     """Measure once per process, for a twentieth of a second, the speed of the model's largest
-    matrix product; train.jsonl then has the share of it that a step reached.
+    matrix product; train.jsonl then has each step's share of it.
     """
     profile_steps: int = 0
     """Write a trace of this many first optimizer steps to output_dir/profile/."""
@@ -305,8 +305,8 @@ class TrainingConfig(Config):
             found.append(f"lr_schedule {self.lr_schedule!r} needs total_steps")
         if self.lr_schedule == "constant" and self.total_steps is not None:
             found.append(
-                f"total_steps is {self.total_steps}, which does nothing with lr_schedule "
-                "'constant'; choose another one"
+                f"total_steps is {self.total_steps}, but has no effect with lr_schedule "
+                "'constant'; choose another schedule, or leave it out"
             )
         elif self.total_steps is not None and self.warmup_steps >= self.total_steps:
             found.append(
@@ -330,22 +330,21 @@ class TrainingConfig(Config):
             )
         if self.optimizer_on_cpu and self.max_grad_norm is not None:
             found.append(
-                "optimizer_on_cpu copies each gradient before the global norm is known, so that "
-                "clipping would change nothing; "
-                "set max_grad_norm to null, or switch it off"
+                "optimizer_on_cpu copies each gradient before the global norm is known, so "
+                "clipping would have no effect; set max_grad_norm to null, or switch it off"
             )
         if self.optimizer_on_cpu and self.cpu_offload:
             found.append(
                 "cpu_offload already has the optimizer on the CPU; switch optimizer_on_cpu off"
             )
         if self.optimizer_on_cpu and self.optimizer != "adamw":
-            found.append(f"optimizer_on_cpu is for optimizer 'adamw', not {self.optimizer!r}")
+            found.append(f"optimizer_on_cpu needs optimizer 'adamw', not {self.optimizer!r}")
         if not self.activation_checkpointing:
             for name, plain in (("checkpoint_every", 1), ("checkpoint_keeps", "nothing")):
                 if getattr(self, name) != plain:
                     found.append(
-                        f"{name} is {getattr(self, name)!r}, which does nothing without "
-                        "activation_checkpointing"
+                        f"{name} is {getattr(self, name)!r}, but has no effect without "
+                        "activation_checkpointing; leave it out"
                     )
         if self.compile and self.checkpoint_keeps != "nothing":
             found.append(
@@ -354,10 +353,9 @@ class TrainingConfig(Config):
             )
         if self.compile and self.tensor_parallel > 1:
             found.append(
-                "compile with tensor_parallel; PyTorch's compiler loses how gradients of such "
-                "layers are spread over processes: "
-                "switch compile off, or set tensor_parallel to 1 (layers that are sharded by "
-                "FSDP2 can be compiled)"
+                "compile with tensor_parallel: PyTorch's compiler loses track of how these "
+                "layers' gradients are sharded. Switch compile off, or set tensor_parallel to 1 "
+                "(layers sharded by FSDP2 can be compiled)"
             )
         return found
 
@@ -372,37 +370,41 @@ class TrainingConfig(Config):
                 for name in names
                 if getattr(self, name) != plain.get(name, getattr(TrainingConfig, name, None))
             ]
-            return [f"{name} is {getattr(self, name)!r} without lora_rank" for name in given]
+            return [
+                f"{name} is {getattr(self, name)!r} without lora_rank; set lora_rank, or leave it "
+                "out"
+                for name in given
+            ]
         found = (
             self.at_least(1, "lora_rank")
             + self.above_zero("lora_alpha")
             + self.within("[0, 1)", "lora_dropout")
         )
         if not self.lora_targets:
-            found.append("lora_targets is empty; nothing would be trained")
+            found.append(
+                "lora_targets is empty: nothing would be trained; name matrices, or leave it out"
+            )
         if len(set(self.lora_targets)) < len(self.lora_targets):
             found.append(f"lora_targets names a matrix twice: {', '.join(self.lora_targets)}")
         if self.lora_dropout > 0 and "output" in self.lora_targets:
             found.append(
-                "lora_dropout with an adapter on 'output', which is merged in each pass and "
-                "drops nothing: leave one out"
+                "lora_dropout with an adapter on 'output': that adapter is merged in each pass, "
+                "and nothing is dropped; leave one out"
             )
         if self.lora_base_dtype == "nf4":
             for name in ("compile", "cpu_offload"):
                 if getattr(self, name):
-                    found.append(
-                        f"lora_base_dtype 'nf4' with {name}; they do not work together: choose one"
-                    )
+                    found.append(f"lora_base_dtype 'nf4' does not work with {name}; choose one")
             if "output" in self.lora_targets:
                 found.append(
-                    "lora_base_dtype 'nf4' with an adapter on 'output'; no head is held in 4 "
-                    "bits: leave it out"
+                    "lora_base_dtype 'nf4' with an adapter on 'output': the head is never held in "
+                    "4 bits; leave it out"
                 )
         return found
 
     def _without_cuda(self) -> list[str]:
         return [
-            f"{name} needs a CUDA device, and this runs on the CPU"
+            f"{name} needs a CUDA device, but this runs on the CPU; leave it out"
             for name in _CUDA_ONLY
             if getattr(self, name)
         ]
@@ -416,51 +418,57 @@ class TrainingConfig(Config):
             found = []
         if self.optimizer_on_cpu and processes > 1:
             found.append(
-                f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload"
+                f"optimizer_on_cpu works in one process, but there are {processes}; use cpu_offload"
             )
         if self.lora_base_dtype == "bf16" and self.dtype != "bf16":
             found.append(
-                f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or leave "
+                f"lora_base_dtype is 'bf16' but dtype is {self.dtype!r}; compute in bf16, or leave "
                 "lora_base_dtype out"
             )
         if self.lora_base_dtype == "nf4" and 1 < self.tensor_parallel < processes:
             found.append(
-                f"lora_base_dtype is 'nf4' and tensor_parallel {self.tensor_parallel}, with "
-                f"{processes} processes; what is in 4 "
-                f"bits is shared in one way: set tensor_parallel to 1 or {processes}"
+                f"lora_base_dtype is 'nf4' with tensor_parallel {self.tensor_parallel} and "
+                f"{processes} processes, but weights in 4 bits can only be shared in one way: set "
+                f"tensor_parallel to 1 or {processes}"
             )
         parts = self.tensor_parallel
         if parts == 1:
             return found
         if processes % parts:
             found.append(
-                f"tensor_parallel is {parts}, which does not divide the number of processes, "
-                f"{processes}; start "
-                f"{math.lcm(processes, parts)} (torchrun's --nproc_per_node and --nnodes), or "
-                "take a divisor"
+                f"tensor_parallel is {parts}, but the number of processes is {processes}, not a "
+                f"multiple; start {math.lcm(processes, parts)} (torchrun's --nproc_per_node and "
+                "--nnodes), or choose a divisor"
             )
         heads = shape.get("num_attention_heads")
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             count = shape.get(name) or (heads if name == "num_key_value_heads" else None)
             if isinstance(count, int) and count % parts:
                 found.append(
-                    f"tensor_parallel is {parts}, which does not divide the model's {name}, "
-                    f"{count}; take a divisor"
+                    f"tensor_parallel is {parts}, but the model's {name} is {count}, not a "
+                    "multiple; choose a divisor"
                 )
         return found
 
 
 @settings
 class GRPOConfig(ObjectiveConfig, TrainingConfig):
-    """One iteration of `tune run ttrl/grpo_recipe`."""
+    """One iteration of `tune run ttrl/grpo_recipe`.
+
+    >>> config = TrainConfig(
+    ...     run="runs/sums", model="tiny", iterations=2, training=GRPOConfig(lr=1e-5, lora_rank=8)
+    ... )
+    >>> config.recipe_settings["lora_rank"]
+    8
+    """
 
     packed: str = required()
-    """The packed.safetensors to train on. If it holds reference log-probabilities, they are used
-    instead of `reference_model`, which is then optional and must be the model they come from. "":
+    """The packed.safetensors to train on. If it holds reference log-probabilities, ttrl uses them
+    instead of `reference_model`; that setting is then optional, and must be their model. "":
     nothing is trained, and the model in `output_dir`/checkpoint gets its canary.
     """
     state: str | None = None
-    """Folder of the optimizer state to continue from; None starts afresh."""
+    """Folder of the optimizer state to continue from; None starts from zero."""
     iteration: int = 1
     """Randomness is derived from (seed, iteration, rank)."""
     updates_per_iteration: int = 1
@@ -478,7 +486,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     drift_rows: Literal["all", "first_update"] = "all"
     """With several optimizer steps: compare sampler and trainer on all rows, with a forward pass of
     its own, or on those of the first step, without one. It does not change the training. An
-    off-policy correction, token rewards and dropout need that pass anyway.
+    off-policy correction, token rewards and dropout need the pass anyway.
     """
     router_replay: bool = False
     """Train mixtures of experts with vLLM's choice of experts for each token, since rounding can
@@ -486,15 +494,16 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     bytes in each answer (30B-A3B: 384).
     """
     sampler_model: str | None = None
-    """Folder of the policy that sampled the rollouts, if it is not `model`. Differences under
-    `model` then come from training, so some rows are also compared under the sampler's own weights,
-    which are swapped in for it.
+    """Folder of the sampling policy, if it is not `model`. Differences under `model` then come from
+    training, so the trainer also compares some rows under the sampler's own weights, swapped in for
+    this.
     """
     sampler_version: int | None = None
-    """The weights version of `sampler_model` in the pack: only its tokens are compared that way."""
+    """The weights version of `sampler_model` in the pack: only its tokens are compared like this.
+    """
     sampler_rows: int = 4
-    """The number of rows of the first optimizer step to compare that way: those with the most such
-    tokens, equally many on each rank; 0: none.
+    """The number of rows of the first optimizer step to compare like this: the ones with the most
+    such tokens, equally many on each rank; 0: none.
     """
     gradient_noise: bool = True
     """Measure the noise in each step's gradient, from the gradients of its microbatches and ranks
@@ -509,10 +518,9 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     and lora_dropout.
     """
     follow: str | None = None
-    """Folder in which the configs of iterations appear one after the other
-    (`ttrl.system.request_folder`). This config then says how to set up the process, and which model
-    and state the first iteration will probably start from, to be loaded meanwhile. None: one
-    iteration, that of this config.
+    """Folder for the configs of iterations, one after the other (`ttrl.system.request_folder`).
+    This config then sets up the process, and names the probable model and state of the first
+    iteration, to load them in advance. None: a single iteration, of this config.
     """
     free_memory: bool = False
     """With `follow`: between iterations, model and optimizer wait in the CPU's memory, and the
@@ -522,13 +530,13 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     """With `follow`: after an iteration, the new weights are held out in memory, for servers on
     this machine to take them (`ttrl.weights.source`), until the next ones are."""
     save: bool = True
-    """With `hand_over`: whether checkpoint and state are written. What was not stays in memory
-    alone, see `kept`.
+    """With `hand_over`: write checkpoint and state. Otherwise they exist only in memory, see
+    `kept`.
     """
     kept: int | None = None
-    """With `follow`: the iteration whose weights and state, which were not written, this process
-    holds; training goes on from those. `model` and `state` are then the last that were written.
-    With an empty `packed`, they are written to `output_dir`.
+    """With `follow`: the iteration with unwritten weights and state in this process; training
+    continues from them. `model` and `state` are then the last written ones. With an empty `packed`,
+    they are written to `output_dir`.
     """
 
     @property
@@ -574,8 +582,8 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
             )
         if self.router_replay and not has_experts(shape):
             found.append(
-                "router_replay is for mixtures of experts, and the model's config.json names "
-                "none; leave it out"
+                "router_replay is for mixtures of experts, but the model's config.json has no "
+                "experts; leave it out"
             )
         return found
 
@@ -590,7 +598,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
         if (self.sampler_model is None) != (self.sampler_version is None):
             found.append(
                 "sampler_model and sampler_version go together: the folder of a policy and its "
-                "version in the pack"
+                "version in the pack; set both, or none"
             )
         if (
             self.off_policy != "none"
@@ -600,8 +608,8 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
         ):
             found.append(
                 f"objective {self.objective!r} with off_policy {self.off_policy!r} and "
-                "updates_per_iteration 1; it acts where the policy has moved from that which the "
-                "one update starts from: take 2 or more updates"
+                "updates_per_iteration 1 has no effect: it acts only after the policy has moved; "
+                "set updates_per_iteration to 2 or more"
             )
         return found
 
@@ -637,10 +645,11 @@ class SFTConfig(TrainingConfig):
     passes, as counted in train.jsonl (`flops`), within half a step. Recomputation does not count.
     """
     state: str | None = None
-    """Folder of the optimizer state to continue from, with the conversations that follow those of
-    its steps; None starts afresh."""
+    """Folder of the optimizer state to continue from, with the next conversations after its steps;
+    None starts from zero.
+    """
     save_state: bool = False
-    """Write output_dir/state as well, from which another run may continue."""
+    """Also write output_dir/state, for another run to continue from."""
     batch_size: int = 64
     """Conversations in one optimizer step, over all ranks."""
     seq_len: int = 512
@@ -655,7 +664,7 @@ class SFTConfig(TrainingConfig):
         )
         if (self.steps is None) == (self.flops is None):
             found.append(
-                f"steps is {self.steps} and flops is {self.flops}; give one of them: it says "
-                "when to end"
+                f"steps is {self.steps} and flops is {self.flops}, and both set the end; give one "
+                "of them"
             )
         return found

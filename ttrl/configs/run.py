@@ -54,10 +54,17 @@ SET_BY_THE_LOOP = (
 
 @settings
 class TrainConfig(Config):
-    """A run: `train(TrainConfig(...), tasks, validation_tasks)`."""
+    """A run: `train(TrainConfig(...), tasks, validation_tasks)`.
+
+    >>> config = TrainConfig(
+    ...     run="runs/sums", model="smollm2-135m", iterations=10, training={"lr": 1e-5}
+    ... )
+    >>> config.problems()
+    []
+    """
 
     run: str
-    """The run folder. The same command on the same folder continues where it stopped."""
+    """The run folder. The same command on the same folder continues the run."""
     model: str
     """The model to start from: a folder in Hugging Face layout, a name of `ttrl models`, or one on
     the hub.
@@ -84,7 +91,7 @@ class TrainConfig(Config):
     tasks_per_iteration: int = 32
     """Tasks sampled in an iteration. Their order is shuffled, and reshuffled every epoch."""
     samples_per_task: int = 16
-    """Completions of each task: a group, whose rewards are compared. At least 2."""
+    """Completions of each task. They form a group, and their rewards are compared. At least 2."""
     max_tokens: int = 1024
     """The longest completion, in tokens."""
     tokens_per_iteration: int | None = None
@@ -94,21 +101,21 @@ class TrainConfig(Config):
     Requests in flight add a few more tokens.
     """
     max_staleness: int | None = None
-    """With `tokens_per_iteration`: drop unfinished groups whose oldest token is older than this
-    many iterations.
+    """With `tokens_per_iteration`: drop an unfinished group once its oldest token is older than
+    this many iterations.
     """
     temperature: float = 1.0
     """Sampling temperature in training: sampler and trainer divide logits by it. Above 0."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Further sampling parameters of the OpenAI API or of vLLM, such as {"stop": ["</answer>"]}.
-    Parameters that change the distribution (top_p, penalties, …) are refused: the trainer could not
-    compute the probability of the sampled tokens.
+    ttrl refuses parameters with an effect on the distribution (top_p, penalties, …), because the
+    trainer could not compute the probabilities of the sampled tokens.
     """
     early_stop: dict[str, float] | None = None
-    """End completions that the model itself finds unlikely, such as babble: {"alpha": 0.992,
+    """End unlikely completions, such as babble, by the model's own probabilities: {"alpha": 0.992,
     "threshold": -3.0}, see `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all end by
-    themselves. Completions ended early are graded and trained on as they are. They are streamed,
-    each in a request of its own, at several times the client's CPU time.
+    themselves. Completions ended early are graded and trained on as they are. Completions are
+    streamed, each in its own request, at several times the client's CPU time.
     """
     off_policy_steps: Literal[0, 1] = 0
     """1: while the trainer works on an iteration, the servers sample the next one with the weights
@@ -138,8 +145,8 @@ class TrainConfig(Config):
     every other task is of the new level.
     """
     cache: list[str] = field(default_factory=list)
-    """Where completions are stored and looked up: folders or URLs of object stores, such as
-    "s3://bucket/rollouts". A repeated run with the same seed, settings and weights reads from them.
+    """Stores of completions: folders or URLs of object stores, such as "s3://bucket/rollouts". A
+    repeated run with the same seed, settings and weights reads from them.
     """
 
     sample_files: bool = False
@@ -163,23 +170,24 @@ class TrainConfig(Config):
     them is right.
     """
     validation_temperature: float | None = None
-    """None: 0, greedy, so that held-out results do not depend on luck; with several
-    `validation_samples`, `temperature`.
+    """None: 0 (greedy), to keep luck out of held-out results; with several `validation_samples`,
+    `temperature`.
     """
     validation_metric: str = "reward"
     """The measure of the run's progress: "reward", or the name of one of the grader's metrics."""
     stop_at: float | None = None
-    """End the run after the iteration whose validation metric reaches this value."""
+    """End the run once the validation metric reaches this value."""
 
     # From rewards to advantages
 
     advantages: AdvantageKind = "std"
-    """"std": (reward - group mean) / group standard deviation (GRPO); "mean": reward - group mean
-    (Dr. GRPO); "leave_one_out": reward - mean of the group's other samples (RLOO); "batch": reward
-    - group mean, divided by the standard deviation of that over all groups (REINFORCE++)."""
+    """std": (reward - group mean) / group standard deviation (GRPO); "mean": reward - group mean
+    (Dr. GRPO); "leave_one_out": reward - mean of the group's other samples (RLOO); "batch": (reward
+    - group mean) / standard deviation over all groups (REINFORCE++).
+    """
     advantage_std_floor: float = 1e-6
-    """With "std" and "batch": the smallest standard deviation to divide by, so that rewards with
-    hardly any difference count for less. A warning says if it takes effect.
+    """With "std" and "batch": the smallest standard deviation to divide by. Tiny differences of
+    rewards then count for less. A warning reports its effect.
     """
     advantage_clip: float | None = None
     """Advantages are clipped to [-advantage_clip, advantage_clip]; None: no clipping."""
@@ -189,23 +197,24 @@ class TrainConfig(Config):
     """
     surprise_bonus: float = 0.0
     """b: after that, rewards become (1 - b)·r + b·r·s, with s the completion's mean
-    -log-probability in nats, so that correct but unlikely answers count for more. Groups with only
+    -log-probability in nats. Correct but unlikely answers then count for more. Groups with only
     correct answers then have a small signal too: with "std", set an `advantage_std_floor`.
     """
     surprise_until: str | None = None
-    """Name of a grader's metric that counts the characters up to the end of the final answer; s is
-    then the mean up to there. None, and samples without that metric: the whole completion."""
+    """A grader's metric with the number of characters up to the end of the final answer; s is then
+    the mean up to there. None, and samples without the metric: the whole completion.
+    """
 
     # From samples to packed rows
 
     seq_len: int = 4096
-    """Length of a packed row, in tokens: at least that of the longest prompt and completion
+    """Length of a packed row, in tokens: at least as long as the longest prompt and completion
     together.
     """
     too_long: TooLong = "drop"
-    """What to do with a sample longer than a row: "drop" leaves it out, "truncate" cuts off its end
-    (and with it the end-of-turn token), "extend" gives it a row as long as it needs, "error" ends
-    the run. The metrics count such samples (`pack.dropped`).
+    """Handling of samples longer than a row: "drop" leaves it out, "truncate" cuts off its end (and
+    with it the end-of-turn token), "extend" gives it a row as long as it needs, "error" ends the
+    run. The metrics count such samples (`pack.dropped`).
     """
     share: Share = "tree"
     """Beginnings of samples to store once per row: everything in common, across tasks ("tree"),
@@ -216,15 +225,15 @@ class TrainConfig(Config):
 
     training: dict[str, Any] | TrainingConfig | str = field(default_factory=dict)
     """Settings of the recipe: {"lr": 1e-6, "kl_coefficient": 0.01}, or GRPOConfig(lr=1e-6,
-    kl_coefficient=0.01), which sets only the arguments you pass, or a file with them, such as one
-    of recipe_configs/. See `ttrl.GRPOConfig`.
+    kl_coefficient=0.01), with only the arguments you pass, or a file, such as one of
+    recipe_configs/. See `ttrl.GRPOConfig`.
     """
     aggregation: Literal["token", "sequence", "constant"] | None = None
     """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length`
     per sample. None: "token"; with objective "gspo", as in its paper, "sequence"."""
     constant_length: int | None = None
-    """With `aggregation` "constant": the length in tokens by which a sample's sum is divided, such
-    as `max_tokens`.
+    """With `aggregation` "constant": the length in tokens to divide a sample's sum by, such as
+    `max_tokens`.
     """
     placement: Literal["auto", "colocated", "split"] = "auto"
     """The GPUs of trainer and servers: "colocated", the same ones, in turn; "split", the first
@@ -235,7 +244,8 @@ class TrainConfig(Config):
     """
     nproc_per_node: int | None = None
     """Trainer processes on this machine, one per GPU; more than one shards the model over them.
-    None: on GPUs, one for each that trains; on CPUs, one."""
+    None: one per training GPU; on CPUs, one.
+    """
     num_threads: int | None = None
     """CPU threads of each trainer process; None: the machine's cores divided by the processes."""
     trainer: Literal["resident", "once"] = "resident"
@@ -263,11 +273,11 @@ class TrainConfig(Config):
     """Further arguments of vLLM, such as {"gpu_memory_utilization": 0.6, "max_model_len": 8192}."""
     weight_sync: Literal["auto", "reload", "restart", "sleep", "memory"] = "auto"
     """How new weights reach the servers. "reload": in place. "restart": with a new server; the old
-    one is stopped while the trainer works. "sleep": in place, with servers that free their GPU's
-    memory while the trainer works (vLLM's sleep, level 2). "memory": in place, from a resident
-    trainer's memory on this machine, or from files if that is impossible; servers sleep as well if
-    they take turns with the trainer on the same GPUs. "auto": "memory", if files are not needed
-    and, with GPUs, the machine has the memory; else "sleep" if they take turns; else "reload".
+    one stops during training. "sleep": in place, with servers without GPU memory during training
+    (vLLM's sleep, level 2). "memory": in place, from a resident trainer's memory on this machine,
+    or else from files; servers on the trainer's GPUs sleep, too, if they take turns with it.
+    "auto": "memory", if files are not needed and, with GPUs, the machine has the memory; else
+    "sleep" if they take turns; else "reload".
     """
     save_every: int = 1
     """With weights from memory: write checkpoint and state of every n-th iteration only, and of the
@@ -286,9 +296,9 @@ class TrainConfig(Config):
     model and fetch adapters from the `mirror`: their hosts need not share the run's file system.
     """
     weight_check: Literal["all", "canary"] = "all"
-    """How a server is verified after each sync: "all", every weight is compared with the
-    checkpoint's files, and the canary; "canary", only the canary (for very large models, whose
-    files take long to read a second time).
+    """Verification of a server after each sync: "all", every weight is compared with the
+    checkpoint's files, and the canary; "canary", only the canary (for very large models: reading
+    their files a second time takes long).
     """
     start_timeout: float | None = None
     """Seconds for a server to become healthy; None: 300, and one for each 100 MB of the model's
@@ -300,17 +310,16 @@ class TrainConfig(Config):
 
     cluster: str | None = None
     """The Ray cluster of the run: "auto", "HOST:PORT" or "ray://HOST:PORT". Servers and, with
-    `nnodes` above 1, the trainer start on its machines. The run outlives the program that started
-    it (docs/how-to/several_machines.md). None: without Ray.
+    `nnodes` above 1, the trainer start on its machines. The run outlives its program
+    (docs/how-to/several_machines.md). None: without Ray.
     """
     sampling_workers: int | None = None
-    """On a `cluster`: processes that sample, grade and tokenize for the run, each with a share of
-    the servers. 0: the run does it itself, as always with `tokens_per_iteration`. None: 1 for 16
+    """On a `cluster`: processes to sample, grade and tokenize for the run, each with a share of the
+    servers. 0: the run does it itself, as always with `tokens_per_iteration`. None: 1 for 16
     servers, 0 for up to 32 of them.
     """
     nnodes: int = 1
-    """Machines of the `cluster` that train together. They share the file system of the run folder.
-    """
+    """Machines of the `cluster` for the trainer. They share the file system of the run folder."""
     join_timeout: int = 600
     """Seconds the trainer waits for all nodes at its start; then the run ends, and the same command
     continues it.
@@ -319,7 +328,7 @@ class TrainConfig(Config):
     # Storage and reports. None of these changes the training either.
     keep_checkpoints: int = 3
     """The number of newest checkpoints and states to keep, in addition to the best and the last. At
-    least 3, so that either of the last two iterations can be trained again from its inputs.
+    least 3: either of the last two iterations can then be trained again from its inputs.
     """
     keep_best: int = 1
     """The number of best checkpoints by `validation_metric` to keep, in addition to the newest
@@ -330,31 +339,29 @@ class TrainConfig(Config):
     mirror: str | None = None
     """A copy of the run folder, made phase by phase during the run: an object store, such as
     "s3://bucket/runs/name", or a folder. On another machine without the run folder, the same call
-    continues from that copy. If `run` is such an address itself, the run works in the local folder
+    continues from the copy. If `run` is such an address itself, the run works in the local folder
     runs/name, and the address is the mirror.
     """
     drift: Literal["stop", "warn"] = "stop"
-    """What to do if sampler and trainer are further apart than rounding explains (`drift_limits`):
-    "stop" ends the run with the worst tokens and the likely causes, "warn" reports them and goes
-    on.
+    """The reaction to a difference between sampler and trainer beyond rounding (`drift_limits`):
+    "stop" ends the run with the worst tokens and the likely causes, "warn" reports them and
+    continues.
     """
     drift_limits: dict[str, Any] = field(default_factory=dict)
     """Replaces the limits by dtype and device (ttrl/monitoring/drift.py): {"mean": nats, "p999":
     nats, "ess": share, "outside": share}; null for no limit. The limits apply only to tokens
-    compared under the weights that sampled them.
+    compared under their own sampling weights.
     """
     loggers: list[Any] = field(default_factory=list)
-    """Where each iteration's metrics go besides metrics.jsonl: "stdout", "tensorboard", "wandb", or
-    a mapping with arguments, such as {"name": "wandb", "project": "sorting", "mode": "offline"} or,
-    with torchtune's names for its own loggers, {"_component_":
+    """Further destinations of each iteration's metrics, besides metrics.jsonl: "stdout",
+    "tensorboard", "wandb", or a mapping with arguments, such as {"name": "wandb", "project":
+    "sorting", "mode": "offline"} or, with torchtune's names for its own loggers, {"_component_":
     "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See
     docs/how-to/watch.md.
     """
 
     gone: ClassVar[Mapping[str, str]] = {
-        "rdzv_endpoint": (
-            "several machines train on a Ray cluster (`cluster`), where they find each other"
-        ),
+        "rdzv_endpoint": ("several machines train on a Ray cluster (`cluster`)"),
         "joined_key_file": "the key is in the environment variable TTRL_SERVER_KEY",
         "joined_run": (
             "servers on other hosts find the run folder at the same path; mount it there, or "
@@ -437,8 +444,8 @@ class TrainConfig(Config):
                 yaml.safe_dump(getattr(self, name))
             except yaml.YAMLError as error:
                 found.append(
-                    f"{name} holds what config.yaml cannot ({error.args[-1]!r}); use plain "
-                    "numbers, strings and lists"
+                    f"{name} holds {error.args[-1]!r}, and config.yaml cannot; use plain numbers, "
+                    "strings and lists"
                 )
         return found
 
@@ -446,33 +453,33 @@ class TrainConfig(Config):
         found = []
         if self.temperature == 0:
             found.append(
-                "temperature is 0; greedy samples of a task are all the same, so nothing could "
-                "be learned from them"
+                "temperature is 0: greedy samples of a task are equal, and teach nothing; set it "
+                "above 0"
             )
         if self.samples_per_task == 1:
             found.append(
-                "samples_per_task is 1; advantages compare the samples of a task, so there must "
-                "be at least 2"
+                "samples_per_task is 1; advantages compare the samples of a task: set it to 2 or "
+                "more"
             )
         if self.max_staleness is not None and self.tokens_per_iteration is None:
             found.append(
-                "max_staleness is given without tokens_per_iteration; no completion gets old "
-                "without a budget"
+                "max_staleness is set without tokens_per_iteration, but completions get old only "
+                "with a budget; set both, or none"
             )
         if self.early_stop is not None:
             if self.tokens_per_iteration is not None:
                 found.append(
-                    "early_stop is given with tokens_per_iteration; completions that a budget "
-                    "cuts off are not streamed"
+                    "early_stop is set with tokens_per_iteration, but completions with a budget "
+                    "are not streamed; leave one out"
                 )
             unknown = self.early_stop.keys() - {"alpha", "threshold"}
             found += [
-                f"early_stop: unknown key {name!r}; there are 'alpha' and 'threshold'"
+                f"early_stop: unknown key {name!r}; choose from 'alpha' and 'threshold'"
                 for name in sorted(unknown)
             ]
         if self.dynamic_sampling is None:
             if self.max_extra_tasks is not None:
-                found.append("max_extra_tasks is given without dynamic_sampling; they go together")
+                found.append("max_extra_tasks is set without dynamic_sampling; set both, or none")
         elif self.dynamic_sampling > (most := self.tasks_per_iteration + self.extra_task_limit):
             found.append(
                 f"dynamic_sampling is {self.dynamic_sampling}, but an iteration has at most "
@@ -480,14 +487,13 @@ class TrainConfig(Config):
             )
         if self.off_policy_steps and self.weight_sync == "sleep":
             found.append(
-                "off_policy_steps is 1 with weight_sync 'sleep'; the server samples while the "
-                "trainer works, so it cannot sleep: "
-                "choose weight_sync 'reload', or off_policy_steps 0"
+                "off_policy_steps is 1 with weight_sync 'sleep', but the server cannot sleep: it "
+                "samples during training. Choose weight_sync 'reload', or off_policy_steps 0"
             )
         if 0 < self.seq_len < self.max_tokens and self.too_long in ("drop", "error"):
             found.append(
-                f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}: raise it, or "
-                "set too_long 'truncate'"
+                f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}: raise it, or set "
+                "too_long to 'truncate'"
             )
         return found + sampling_problems(self.sampling)
 
@@ -511,8 +517,8 @@ class TrainConfig(Config):
             found.append(f"training is {self.training!r}, {read_settings(self.training)}")
         if (self.aggregation == "constant") != (self.constant_length is not None):
             found.append(
-                f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; "
-                "they go together"
+                f"aggregation is {self.aggregation!r} with constant_length {self.constant_length}; "
+                "'constant' needs a length, the others take none"
             )
         try:
             recipe = self.recipe_config({"seed": 0})  # a wrong seed is reported by its own name
@@ -522,13 +528,12 @@ class TrainConfig(Config):
             recipe.lora_merge or not self.joined_servers or not (self.mirror or "://" in self.run)
         ):
             rank = (
-                f"lora_rank up to {LORA_RANKS[-1]} (a third of that for a model that is not here "
-                "yet)"
+                f"lora_rank up to {LORA_RANKS[-1]} (a third of that for a model not downloaded yet)"
             )
             kind = f"{rank}, and neither DoRA, 4 bits, adapters on the head nor GPT-2"
             found.append(
-                "adapters is 'mirror', which takes a mirror, joined_servers, and adapters as "
-                f"vLLM serves them ({kind})"
+                "adapters is 'mirror', but that needs a mirror, joined_servers, and adapters "
+                f"supported by vLLM ({kind})"
             )
         if not (recipe.value_head or recipe.token_rewards == "implicit"):
             return found
@@ -538,8 +543,8 @@ class TrainConfig(Config):
             maker = "token_rewards 'implicit'"
         defaults = self.defaults()
         return found + [
-            f"{name} is {getattr(self, name)!r}, which does nothing with {maker}: the recipe "
-            "makes advantages of graders' rewards"
+            f"{name} is {getattr(self, name)!r}, but has no effect with {maker}: then the recipe "
+            "computes advantages of graders' rewards; leave it out"
             for name in (
                 "advantages",
                 "advantage_std_floor",
@@ -564,8 +569,8 @@ class TrainConfig(Config):
             found = [f"save_every is {self.save_every}, but {why}: leave it at 1"]
         if self.keep_every is not None and self.keep_every % self.save_every:
             found.append(
-                f"keep_every is {self.keep_every}; take a multiple of save_every, "
-                f"{self.save_every}: no other is written"
+                f"keep_every is {self.keep_every}, but only multiples of save_every "
+                f"({self.save_every}) are written; choose one"
             )
         return found
 
@@ -575,7 +580,7 @@ class TrainConfig(Config):
         for name, value in self.drift_limits.items():
             if name not in LIMIT_NAMES:
                 found.append(
-                    f"drift_limits: unknown limit {name!r}; there are {', '.join(LIMIT_NAMES)}"
+                    f"drift_limits: unknown limit {name!r}; choose from {', '.join(LIMIT_NAMES)}"
                 )
             elif value is not None and (
                 isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
@@ -596,10 +601,13 @@ class TrainConfig(Config):
         if self.cluster is not None and self.weight_sync not in ("auto", "reload"):
             found.append(
                 f"weight_sync is {self.weight_sync!r}, but the servers of a cluster read files: "
-                "auto or reload"
+                "choose 'auto' or 'reload'"
             )
         if self.servers_in_all < 1:
-            found.append("servers is 0 and joined_servers is empty; nobody would sample")
+            found.append(
+                "servers is 0 and joined_servers is empty, so no server would sample; set one of "
+                "them"
+            )
         return found
 
     def local_problems(self) -> list[str]:
@@ -617,12 +625,13 @@ class TrainConfig(Config):
             return found
         if self.cluster is None:
             found.append(
-                f"nnodes is {self.nnodes}, which needs a Ray cluster: set `cluster` "
+                f"nnodes is {self.nnodes}, but that needs a Ray cluster: set `cluster` "
                 "(docs/how-to/several_machines.md)"
             )
         if self.trainer != "resident":
             found.append(
-                f"nnodes is {self.nnodes}, which needs trainer: resident; the other nodes follow it"
+                f"nnodes is {self.nnodes}, but the other nodes follow a resident trainer: set "
+                "trainer to 'resident'"
             )
         return found
 
@@ -723,17 +732,17 @@ class TrainConfig(Config):
         transfer from memory.
         """
         if self.trainer != "resident":
-            yield "trainer 'once' is gone by then"
+            yield "trainer 'once' has ended by then"
         if self.nnodes > 1:
             yield "several machines train"
         if self.recipe_settings.get("lora_rank") is not None:
-            yield "an adapter's files are small, and vLLM loads adapters from nowhere else"
+            yield "an adapter's files are small, and vLLM loads adapters only from files"
         if self.cluster is not None:
             yield "the servers of a cluster read files"
         if self.servers == 0 or (self.joined_servers and not all_of_them):
             yield "joined servers read files"
         if self.cache and not all_of_them:
-            yield "the cache goes by what files hold"
+            yield "the cache is keyed by the files' content"
 
     def joined_keys(self) -> dict[str, str]:
         """Return the key of each joined server. Raises ConfigError if one is unknown."""

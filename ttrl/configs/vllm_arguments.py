@@ -41,7 +41,7 @@ def sampling_problems(sampling: Mapping[str, Any]) -> list[str]:
     """
     own = ("n", "temperature", "max_tokens", "logprobs", "model", "messages")
     found = [
-        f"sampling: {name!r} has a setting of its own, or is set by ttrl"
+        f"sampling: {name!r} has a setting of its own, or is set by ttrl; remove it"
         for name in own
         if name in sampling
     ]
@@ -49,7 +49,8 @@ def sampling_problems(sampling: Mapping[str, Any]) -> list[str]:
     names = (*sampling, *(extra_body if isinstance(extra_body, dict) else ()))
     other = [name for name in names if name in _OTHER_DISTRIBUTIONS]
     return found + [
-        f"sampling: {name!r} draws from another distribution than the one that is trained"
+        f"sampling: {name!r} changes the sampled distribution, but training needs the same one; "
+        "remove it"
         for name in other
     ]
 

@@ -119,9 +119,8 @@ def advantages_of(
     low = _count_low_std([group for group in rewards if has_signal(group)], config)
     if low:
         logger.warning(
-            "%d of %d groups with a signal have rewards with a standard deviation below the "
-            "floor of %g, so their advantages are "
-            "smaller than those of the others",
+            "in %d of %d groups with a signal, the rewards' standard deviation is below the floor "
+            "of %g, so their advantages are smaller than those of the others",
             *(low, len(kept), config.std_floor),
         )
     groups = Groups(
@@ -204,7 +203,9 @@ def _with_signal(
 def _centred(rewards: Sequence[float]) -> list[float]:
     for number, reward in enumerate(rewards):
         if not math.isfinite(reward):
-            raise UserError(f"reward {number} of a group is {reward}; rewards are finite numbers")
+            raise UserError(
+                f"reward {number} of a group is {reward}; rewards must be finite numbers"
+            )
     if not has_signal(rewards):
         # Rounding in the mean must not be blown up by a tiny standard deviation.
         return [0.0] * len(rewards)

@@ -264,9 +264,8 @@ def check_strings(
         number, token, ours, theirs = wrong[0]
         raise TokenizationError(
             f"{where}: {len(wrong)} of {compared} tokens differ from those of their logprobs: "
-            f"token {number} has id {token}, "
-            f"which is {ours!r}, but its logprob is for {theirs!r}; the server's ids and "
-            "logprobs are out of step, "
-            "or the tokenizer is another model's"
+            f"token {number} has id {token}, which is {ours!r}, but its logprob is for {theirs!r}. "
+            "The server's ids and logprobs are out of step, or the tokenizer belongs to another "
+            "model"
         )
     return checked, len(wrong)

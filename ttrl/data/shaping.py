@@ -98,8 +98,8 @@ def shaped_rewards(
     until = config.surprise_until
     if until is not None and bonus and tokenizer is None:
         raise UserError(
-            f"where the last answer ends ({until!r}) is told in characters; give the tokenizer "
-            "that finds its tokens"
+            f"the end of the last answer ({until!r}) is a position in characters; give a tokenizer "
+            "to find its tokens"
         )
     rewards: list[float] = []
     surprises: list[float | None] = []
@@ -108,7 +108,7 @@ def shaped_rewards(
         reward = float(sample.reward)
         if not abs(reward) <= LARGEST_REWARD:  # NaN too
             most = f"{LARGEST_REWARD:g}"
-            raise UserError(f"{sample.where}: its reward is {reward}; rewards are at most ±{most}")
+            raise UserError(f"{sample.where}: its reward is {reward}; the limit is ±{most}")
         if power != 1.0:
             reward = reward_power(reward, power)
         if bonus:

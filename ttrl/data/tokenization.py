@@ -61,6 +61,16 @@ class TaskResultTokenizer:
     template_kwargs: see `ttrl.data.chat.templates.tokenize_chat`. end_of_turn: False if
     stop strings may have ended the answers: no end-of-turn token is then known to be sampled, and
     none is trained.
+
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> sample = Sample(
+    ...     task_id="sums/1", sample=0, messages=[question], text="4", reward=1.0,
+    ...     prompt_token_ids=[5, 6], token_ids=[7], logprobs=[-0.5], finish_reason="stop",
+    ... )
+    >>> result = TaskResult(task_id="sums/1", messages=[question], samples=[sample])
+    >>> [tokenized] = TaskResultTokenizer()(result, advantages=[0.5])
+    >>> tokenized.token_ids, tokenized.prompt_length
+    ([5, 6, 7], 2)
     """
 
     def __init__(
@@ -176,9 +186,8 @@ class TaskResultTokenizer:
             or sample.prompt_token_ids is not None
         ):
             raise TokenizationError(
-                f"{where}: the server gave no token ids; sample with token_ids=True from a vLLM "
-                "server, or give the model's "
-                "tokenizer, whose chat template makes them"
+                f"{where}: the server returned no token ids; sample with token_ids=True from a "
+                "vLLM server, or give the model's tokenizer, and ttrl uses its chat template"
             )
         turns = turns_by_template(
             where, sample, self._tokenizer, self._tools, self._end_of_turn, self._template_kwargs
@@ -211,7 +220,7 @@ class TaskResultTokenizer:
             self.counts.mismatches += 1
             if self.counts.mismatches == 1:
                 logger.warning(
-                    "%s: its ids decode to %.80r, but its text is %.80r; the ids are used",
+                    "%s: its ids decode to %.80r, but its text is %.80r; training uses the ids",
                     turn.where,
                     decoded,
                     turn.text,

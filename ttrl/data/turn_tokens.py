@@ -137,8 +137,7 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
     assert prompt is not None and completion is not None
     if not prompt:
         raise TokenizationError(
-            f"{where}: the prompt has no tokens, so nothing predicts the first token of the "
-            "completion"
+            f"{where}: the prompt has no tokens, so no token predicts the first of the completion"
         )
     if sample.logprobs is not None:
         logprobs = sample.logprobs
@@ -153,8 +152,8 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
     versions = sample.token_versions
     if versions is not None and len(versions) != len(completion):
         raise TokenizationError(
-            f"{where}: {len(completion)} token ids but {len(versions)} token_versions; a "
-            "continued sample has one for each"
+            f"{where}: {len(completion)} token ids but {len(versions)} token_versions; a continued "
+            "sample needs one for each"
         )
     if sample.turns is None:
         if versions is not None:
@@ -178,12 +177,13 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
     for number, turn in enumerate(sample.turns):
         if turn.prompt_token_ids is None or (turn.continues is None and not turn.prompt_token_ids):
             raise TokenizationError(
-                f"{where}, turn {number}: the server gave no token ids of its prompt"
+                f"{where}, turn {number}: the server returned no token ids of its prompt; sample "
+                "with token_ids=True"
             )
         if turn.continues is not None and not 0 <= turn.continues < number:
             raise TokenizationError(
-                f"{where}, turn {number}: it continues turn {turn.continues}, which is not "
-                "before it"
+                f"{where}, turn {number}: it continues turn {turn.continues}, but that is not an "
+                "earlier turn"
             )
         own = slice(begin, begin := begin + turn.num_tokens)
         found.append(
@@ -225,9 +225,9 @@ def turns_by_template(
     if turns is None:
         if sample.finish_reason == "tool_calls":
             raise TokenizationError(
-                f"{where}: the server took tool calls out of the answer, and a sample without "
-                "token ids does not keep them; "
-                "sample with token_ids=True, or with a rollout, whose turns keep whole messages"
+                f"{where}: the server removed tool calls from the reply, and a sample without "
+                "token ids does not store them; sample with token_ids=True, or with a rollout: "
+                "its turns store whole messages"
             )
         reply = {"role": "assistant", "content": sample.text}
         told = len(sample.logprobs or ())

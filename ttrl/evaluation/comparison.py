@@ -94,28 +94,27 @@ class Comparison:
             *self._limits(),
             *aligned(rows),
         ]
-        left_out = "tasks were asked of one alone, or in other words, and are left out"
+        left_out = "tasks exist in one evaluation only, or are worded differently, and are left out"
         ungraded = (
-            "tasks have no grade in one of them, and are left out: the difference says nothing "
-            "of them"
+            "tasks are left out: they have no grade in one evaluation, so the difference does not "
+            "cover them"
         )
         lines += [f"{one.name}: {one.num_others} {left_out}" for one in self.sets if one.num_others]
         lines += [
             f"{one.name}: {one.num_ungraded} {ungraded}" for one in self.sets if one.num_ungraded
         ]
         if self.left_out:
-            lines.append(f"in one of them alone: {', '.join(self.left_out)}")
+            lines.append(f"in one evaluation only: {', '.join(self.left_out)}")
         return "\n".join(lines)
 
     def _limits(self) -> list[str]:
         """Return the caveats for the figures."""
         lines = [f"the evaluation of the {which} is not complete" for which in self.incomplete]
         if self.settings_that_differ:
-            lines.append(f"asked with other settings: {', '.join(self.settings_that_differ)}")
+            lines.append(f"other settings: {', '.join(self.settings_that_differ)}")
         if len(self.sets) > 1:
             lines.append(
-                f"{len(self.sets)} sets were compared: by chance alone, one in twenty differs at "
-                "p < 0.05"
+                f"{len(self.sets)} sets were compared: by chance, one in twenty differs at p < 0.05"
             )
         return lines
 
@@ -127,6 +126,16 @@ def compare(
 
     Raises UserError for files other than evaluations, without a shared set, or with different
     score names for a set.
+
+    >>> def right(choice):
+    ...     return float("5" in choice.message.content)
+    >>> tasks = {"sums": [Task([{"role": "user", "content": "What is 2 + 3?"}], right)]}
+    >>> for temperature, file in ((0.0, "cold.json"), (1.0, "warm.json")):
+    ...     settings = {"temperature": temperature, "output": file, "pbar": False}
+    ...     found = evaluate("http://127.0.0.1:8000/v1", tasks, **settings)
+    >>> [sums] = compare("cold.json", "warm.json").sets
+    >>> sums.first, sums.second
+    (1.0, 1.0)
     """
     if not 0.5 <= confidence <= 0.9999:
         raise UserError(
@@ -141,12 +150,16 @@ def compare(
             partners[name] = partner
     if not partners:
         has = [", ".join(sets) or "no set" for sets in (one, other)]
-        raise UserError(f"nothing to compare: {first} has {has[0]}, {second} has {has[1]}")
+        raise UserError(
+            f"no set in common: {first} has {has[0]}, {second} has {has[1]}; compare evaluations "
+            "of the same tasks"
+        )
     for name, partner in partners.items():
         scores = one[name].score, other[partner].score
         if scores[0] != scores[1]:
             raise UserError(
-                f"{name} is scored by {scores[0]!r} in {first}, by {scores[1]!r} in {second}"
+                f"{name} is scored by {scores[0]!r} in {first}, but by {scores[1]!r} in {second}; "
+                "evaluate both with the same score"
             )
     settings = [flat(content.settings) for content in contents]
     keys = (settings[0].keys() | settings[1].keys()) - _OURS

@@ -260,8 +260,8 @@ class EvalResult:
                 lines.append(f"{one.name}: " + ", ".join(one.metric_text(name) for name in others))
             if one.num_repeats:
                 lines.append(
-                    f"{one.name}: {one.num_repeats} of {one.num_tasks} tasks repeat another; each "
-                    "counts once, with all of its samples"
+                    f"{one.name}: {one.num_repeats} of {one.num_tasks} tasks repeat another one; "
+                    "each counts once, with all of its samples"
                 )
             if one.num_failed:
                 commonest = list(one.failures.items())[:3]
@@ -269,16 +269,14 @@ class EvalResult:
                     f"{count} × {reason.splitlines()[0][:150]}" for reason, count in commonest
                 )
                 lines.append(
-                    f"{one.name}: {one.num_failed} of {one.num_samples} samples have no grade "
-                    "and are left out (with all of them "
-                    f"wrong, the accuracy would be {_number(one.accuracy_if_failed_are_wrong)}): "
-                    f"{reasons}"
+                    f"{one.name}: {one.num_failed} of {one.num_samples} samples have no grade and "
+                    "are left out (counted as wrong, they would make the accuracy "
+                    f"{_number(one.accuracy_if_failed_are_wrong)}): {reasons}"
                 )
             if one.num_truncated:
                 lines.append(
-                    f"{one.name}: {one.num_truncated} of {one.num_samples} samples were cut off "
-                    "at the limit of tokens; "
-                    "with a higher limit the model might do better"
+                    f"{one.name}: {one.num_truncated} of {one.num_samples} samples were cut off at "
+                    "max_tokens; a higher limit might give a better result"
                 )
         return "\n".join(lines)
 
@@ -377,9 +375,9 @@ def read_result(path: str | os.PathLike[str]) -> StoredResult:
     try:
         return parse(StoredResult, Path(path).read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: cannot be read as the result of an evaluation: {error}") from None
+        raise UserError(f"{path} cannot be read as an evaluation: {error}") from None
     except ValueError as error:
         raise UserError(
-            f"{path} is not a result of ttrl eval (format {FORMAT}): {error}; give a file that "
-            "`ttrl eval --output` wrote"
+            f"{path} is not a result of ttrl eval (format {FORMAT}): {error}; give a file of "
+            "`ttrl eval --output`"
         ) from None

@@ -70,7 +70,7 @@ class EvalConfig(Config):
     """The settings of an evaluation."""
 
     model: str
-    """A model folder or a name on the hub, for which ttrl starts and stops a vLLM server; or the
+    """A model folder or a name on the hub (ttrl starts and stops a vLLM server for it), or the
     address of a server.
     """
     tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]"
@@ -80,8 +80,7 @@ class EvalConfig(Config):
     n: int | None = None
     """The most tasks of each family; None: all, or 200 of generated ones and of your own files."""
     seed: int = 0
-    """The seed that draws tasks of a train split; validation and test are the same for every seed.
-    """
+    """The seed for drawing tasks of a train split; validation and test do not depend on it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of families: {"gsm8k.style": "r1"}."""
     samples_per_task: int = 1
@@ -89,7 +88,7 @@ class EvalConfig(Config):
     temperature: float | None = None
     """Sampling temperature; None: 0 for one sample a task, 1 for several."""
     top_p: float | None = None
-    """Sample from the likeliest tokens that together have this probability; None: from all."""
+    """Sample from the likeliest tokens up to this total probability; None: from all."""
     max_tokens: int | None = None
     """Tokens of one reply; None: as many as fit the model's context."""
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -115,9 +114,9 @@ class EvalConfig(Config):
     chat_template: str | None = None
     """Another chat template than the model's, as text or as a file, for a started server."""
     server_log: str | os.PathLike[str] | None = None
-    """The log file of a started server; None: one that is deleted with it."""
+    """The log file of a started server; None: a temporary one."""
     cache: str | os.PathLike[str] | None = None
-    """Where completions are stored: a folder, "s3://…". The same evaluation, or one of more tasks,
+    """A store of completions: a folder, "s3://…". The same evaluation, or one of more tasks,
     continues from them.
     """
     weights_digest: str | None = None
@@ -127,7 +126,7 @@ class EvalConfig(Config):
     concurrency: int | None = None
     """Requests at a time; None: as many as fit the server's KV cache."""
     isolated: bool = False
-    """Graders run in processes that can be ended."""
+    """Run graders in separate processes, with time limits."""
     grader_timeout: float = 60.0
     """Seconds for one grade."""
     prices: tuple[float, float] | None = None
@@ -154,15 +153,15 @@ class EvalConfig(Config):
         wrong = [k for k in self.pass_at if not 1 <= k <= self.samples_per_task]
         if wrong:
             found.append(
-                f"pass_at has {wrong}; pass@k needs samples_per_task >= k >= 1, and that is "
-                f"{self.samples_per_task}"
+                f"pass_at has {wrong}; pass@k needs samples_per_task >= k >= 1, but "
+                f"samples_per_task is {self.samples_per_task}"
             )
         if self.temperature is not None and not 0 <= self.temperature <= 10:
             found.append(f"temperature is {self.temperature}; give a number from 0 to 10")
         if self.samples_per_task != 1 and 0 in (self.temperature, self.params.get("temperature")):
             found.append(
-                f"temperature 0 with {self.samples_per_task} samples a task: they would all be "
-                "the same"
+                f"temperature is 0 with {self.samples_per_task} samples per task: all would be "
+                "equal; raise it, or sample once"
             )
         if not 0.5 <= self.confidence <= 0.9999:
             found.append(
@@ -184,14 +183,14 @@ class EvalConfig(Config):
             }
             given["server_args"] = self.server_args or None
             found += [
-                f"{name} is for servers that are started here; one at an address already runs"
+                f"{name} is for a local server; the one at an address already runs: leave it out"
                 for name, value in given.items()
                 if value is not None
             ]
         elif self.name is not None:
             found.append(
-                f"name is {self.name!r}, which is for addresses; a server that is started here "
-                "does not need one"
+                f"name is {self.name!r}, but names are for addresses; leave it out: a local server "
+                "needs none"
             )
         return found
 
@@ -199,9 +198,9 @@ class EvalConfig(Config):
         Cache.of(self.cache)
         if is_address(self.model) and is_local(self.model) and self.weights_digest is None:
             raise UserError(
-                "cache: a server on this machine may serve other weights tomorrow, whose answers "
-                "must not be taken for today's; "
-                "give weights_digest (--weights-digest), a name that changes with the weights"
+                "cache: the server on this machine may later serve other weights, and the cache "
+                "would return outdated replies. Set weights_digest (--weights-digest) to a name "
+                "for these weights"
             )
 
     def sampling_params(self) -> Mapping[str, Any]:
@@ -267,6 +266,13 @@ def evaluate(
     same, unless the server failed. Raises ConfigError, with all problems, before a server starts.
     If no family has a grade, raises ServerError, GraderError or RolloutError with the commonest
     reason.
+
+    >>> def right(choice):
+    ...     return float("5" in choice.message.content)
+    >>> tasks = [Task([{"role": "user", "content": "What is 2 + 3?"}], right)]
+    >>> found = evaluate("http://127.0.0.1:8000/v1", {"sums": tasks}, pbar=False)
+    >>> found["sums"].accuracy.mean
+    1.0
     """
     return run_evaluation(EvalConfig(model=model, tasks=tasks, **settings))
 
@@ -389,7 +395,7 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
             if not is_ready(config.model):
                 check_model(config.model, chat_template=config.chat_template is None)
         except ModelFolderError as error:
-            hint = f"; the address of a server begins with http://: http://{config.model}"
+            hint = f"; a server's address begins with http://: http://{config.model}"
             problems.append(f"{error}{hint if _HOST_AND_PORT.match(config.model) else ''}")
     problems += _file_problems(config)
     sets: list[NamedTasks] = []
@@ -399,7 +405,8 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
     if isinstance(config.tasks, Mapping):
         sets = [NamedTasks(name, "reward", list(tasks)[:n]) for name, tasks in config.tasks.items()]
         problems += [
-            f"option {name!r} is of a family, and tasks were given" for name in config.options
+            f"option {name!r} belongs to a family, but you gave tasks; leave it out"
+            for name in config.options
         ]
     else:
         if isinstance(config.tasks, str):
@@ -414,7 +421,7 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
         problems.append(f"no tasks; name some of {', '.join(sorted(FAMILIES.names()))}")
     for place, one in enumerate(sets):
         if one.name in [other.name for other in sets[:place]]:
-            problems.append(f"{one.name} is asked for twice")
+            problems.append(f"{one.name} is listed twice; leave one out")
         if config.system_prompt is not None:
             problems += complaints(
                 lambda one=one: _with_system(one.tasks, config.system_prompt or "")
@@ -463,7 +470,7 @@ def _named(
             problems.append(message if message.startswith(text) else f"{text}: {message}")
     names = ", ".join(asked)
     problems += [
-        f"option {key!r} belongs to no family that is asked for ({names}); give FAMILY.NAME"
+        f"option {key!r} belongs to none of the families ({names}); write FAMILY.NAME"
         for key in options.keys() - used
     ]
     return sets, problems
@@ -542,12 +549,16 @@ def _file_problems(config: EvalConfig) -> list[str]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            found.append(f"{name} is {path}: its folder cannot be made: {error}")
+            found.append(
+                f"{name} is {path}: its folder cannot be made: {error}; choose another path"
+            )
             continue
         if path.is_dir():
-            found.append(f"{name} is {path}, a folder; give the name of a file")
+            found.append(f"{name} is {path}, a folder; give a file name")
         elif not os.access(path.parent, os.W_OK | os.X_OK):
-            found.append(f"{name} is {path}; there is no permission to write into {path.parent}")
+            found.append(
+                f"{name} is {path}, but {path.parent} is not writable; choose another path"
+            )
         elif (
             name == "output"
             and path.exists()
@@ -555,13 +566,13 @@ def _file_problems(config: EvalConfig) -> list[str]:
             and complaints(lambda path=path: read_result(path))
         ):
             found.append(
-                f"output is {path}, which is not the result of an evaluation; give another name, "
-                "or remove it"
+                f"output is {path}, but that file is not an evaluation; choose another name, or "
+                "remove it"
             )
     if (
         config.output is not None
         and config.samples_file is not None
         and Path(config.output) == Path(config.samples_file)
     ):
-        found.append(f"output and samples_file are both {config.output}; give two names")
+        found.append(f"output and samples_file are both {config.output}; use two names")
     return found

@@ -43,22 +43,25 @@ class TaskSpec:
         if match is None or name not in FAMILIES:
             families = ", ".join(sorted(FAMILIES.names()))
             raise UserError(
-                f"no tasks named {text!r}; give FAMILY, FAMILY@SPLIT, FAMILY=PATH (a file, a "
+                f"no tasks are called {text!r}; give FAMILY, FAMILY@SPLIT, FAMILY=PATH (a file, a "
                 "folder, or a data set's name on the hub), or a file of your own, FILE.py; "
                 f"families: {families}"
             )
         family = FAMILIES[name]
         if family.example and match[2] is None:
-            raise UserError(f"{name} has many families; name one, such as {name}:{family.example}")
+            raise UserError(
+                f"{name} has many families; choose one, such as {name}:{family.example}"
+            )
         if match[2] is not None and not family.example:
-            raise UserError(f"{name} is one family; leave :{match[2]} out")
+            raise UserError(f"{name} is a single family; leave :{match[2]} out")
         if match[4] is None and family.data == "":
             raise UserError(
-                f"{name} needs data: {name}=PATH, a file, a folder, or a data set's name on the hub"
+                f"{name} needs data; write {name}=PATH with a file, a folder, or a data set's name "
+                "on the hub"
             )
         spec = cls(name, match[3] or family.split, match[4], name=match[2] or "")
         if match[4] is not None and "path" not in inspect.signature(spec.function).parameters:
-            raise UserError(f"{name} is generated, not loaded; leave ={match[4]} out")
+            raise UserError(f"{name} is generated and reads no data; leave ={match[4]} out")
         return spec
 
     @property
@@ -73,7 +76,9 @@ class TaskSpec:
         known = [one for one in parameters if one not in _GIVEN_ELSEWHERE]
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         if name in _GIVEN_ELSEWHERE or (name not in known and not takes_any):
-            raise UserError(f"{self.family} has no option {name!r}; it has {', '.join(known)}")
+            raise UserError(
+                f"{self.family} has no option {name!r}; choose one of {', '.join(known)}"
+            )
         return dataclasses.replace(self, options={**self.options, name: value})
 
     def __str__(self) -> str:
@@ -105,7 +110,7 @@ class TaskSpec:
         try:
             return self.function(*named, self.split, count, seed, **arguments)[:n]
         except TypeError as error:
-            raise UserError(f"{self}: {error}; is an option of the wrong type?") from error
+            raise UserError(f"{self}: {error}; check the types of its options") from error
 
 
 def tasks_named(name: str, split: str, *, seed: int = 0) -> list[Task]:

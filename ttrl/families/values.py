@@ -53,7 +53,7 @@ class Values:
         if isinstance(value, list | tuple) and value and len(set(value)) == 1:
             value = value[0]  # one for each layer, all alike
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            wanted = f"a whole number from {least} on is needed to count parameters"
+            wanted = f"counting parameters needs a whole number of at least {least}"
             raise ModelFolderError(f"config.json: {' or '.join(names)} is {value!r}; {wanted}")
         return value
 

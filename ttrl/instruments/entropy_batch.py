@@ -68,8 +68,8 @@ def draw(
         tasks.setdefault(packed.samples[number].task_id, []).append(number)
     if not tasks:
         raise RunFolderError(
-            "no task of the pack has two samples, one for the update and one to measure its "
-            "effect on"
+            "no task of the pack has two samples: one for the update, one to measure its effect. "
+            "Set samples_per_task to 2 or more"
         )
     groups = list(tasks.values())
     times: Counter[int] = Counter()

@@ -47,7 +47,7 @@ def study_config(
     path = checkpoint.parent / "grpo.yaml"
     if not path.is_file():
         raise RunFolderError(
-            f"{path} is not there; give the checkpoint of an iteration that was trained, such as "
+            f"no checkpoint {path}; give that of a trained iteration, such as "
             "runs/NAME/iterations/0007/checkpoint"
         )
     values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -60,8 +60,8 @@ def study_config(
         if place is not None and not Path(place).exists():
             raise RunFolderError(
                 f"{name} of {path} is gone: {place}; a run keeps the states of its last two "
-                "iterations, and the checkpoints that keep_checkpoints says: study one of those, "
-                "from the folder that the run was started in, or a copy of the run's whole folder"
+                "iterations and keep_checkpoints checkpoints. Study one of those, and start in "
+                "the run's working directory, or study a copy of the run's whole folder"
             )
     where = _device(config, device, path)
     own: Mapping[str, Any] = {"output_dir": scratch, "device": where, **places, **_OUTSIDE}
@@ -73,8 +73,8 @@ def study_config(
         raise ConfigError(
             str(path),
             [
-                f"update {number + 1} follows steps of 'adamw_8bit', to be taken again, and that "
-                "optimizer needs a C++ compiler on the CPU (g++): install one, or study update 1"
+                f"update {number + 1} follows steps of 'adamw_8bit', to be repeated with a C++ "
+                "compiler on the CPU, and there is none: install g++, or study update 1"
             ],
         )
     return dataclasses.replace(config, **own)
@@ -85,7 +85,7 @@ def _check_start(config: GRPOConfig, path: Path) -> None:
         raise RunFolderError(
             f"{path}: the iteration started from weights in the trainer's memory, those of "
             f"iteration {config.kept}, and no file has them (save_every): study an iteration "
-            "that starts from a written checkpoint, or run with save_every 1"
+            "after a written checkpoint, or run with save_every 1"
         )
 
 

@@ -71,7 +71,7 @@ def study_text(found: Mapping[str, Any]) -> str:
         )
     lines += [
         "",
-        f"The first order is within 10% of what was measured {within}.",
+        f"The first order is within 10% of the measured change {within}.",
         "",
         *outliers_text(found["covariance"]),
         "",
@@ -193,8 +193,8 @@ def headline(found: Mapping[str, Any]) -> str:
     """Describe the measurement and its meaning."""
     entropy = found["entropy"]["rao_blackwell"]["value"]
     text = (
-        f"What optimizer step {found['global_step']} did to the entropy of whole answers: how far "
-        f"the policy is from always answering the same, {entropy:.4g} nats before the step. "
+        f"The effect of optimizer step {found['global_step']} on the entropy of whole answers: "
+        f"{entropy:.4g} nats before the step; at 0, the policy always gives the same answer. "
     )
     own = next((one for one in found["sweep"] if math.isclose(one["eta"], found["lr"])), None)
     if own is None:
@@ -216,8 +216,8 @@ def headline(found: Mapping[str, Any]) -> str:
             text + f", and is right within 10% up to {regime[1] / found['lr']:.3g} learning rates."
         )
     return (
-        f"{text}, which is off by more than 10%: such a step is too large, or its effect too "
-        "small, for the first order."
+        f"{text}, off by more than 10%: for the first order, the step is too large or its effect "
+        "too small."
     )
 
 
@@ -232,9 +232,9 @@ def change_text(measured: float, error: float) -> str:
 
 CHANGES = ("fell", "rose", "did not change beyond the noise")
 _MEANINGS = {
-    "fell": "Answers become more alike; at 0, all are the same and nothing is left to learn from.",
+    "fell": "Answers become more alike; at 0, all are the same and nothing is left to learn.",
     "rose": "Answers become more varied.",
-    "did not change beyond the noise": "More answers (--sequences) would tell a smaller change.",
+    "did not change beyond the noise": "More answers (--sequences) would show a smaller change.",
 }
 
 

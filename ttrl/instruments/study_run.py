@@ -61,7 +61,10 @@ def study_run(
     gone: list[int] = []
     unmoved: list[int] = []
     computed: dict[str, Any] = {}
-    why: UserError = RunFolderError(f"{run} has no iteration that was trained")
+    why: UserError = RunFolderError(
+        f"{run} has no trained iteration; start the run again, and study it after the first "
+        "training step"
+    )
     for number, checkpoint in _iterations(Path(run)):
         update = 1
         updates = 1
@@ -138,10 +141,9 @@ def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 HEADING = (
-    "How each optimizer step changed the entropy of whole answers: how far the policy is from "
-    "always answering the same. A change below 0 makes answers more alike. Measured on answers "
-    "that "
-    "the step was not made of, and predicted from the gradient (first order) and its curvature "
+    "The change of the entropy of whole answers by each optimizer step. At an entropy of 0, the "
+    "policy always gives the same answer; a change below 0 makes answers more alike. Measured on "
+    "answers outside of the step, and predicted from the gradient (first order) and its curvature "
     "(with second)."
 )
 """The heading of the rows."""
@@ -169,9 +171,9 @@ def _pairs(row: Mapping[str, Any]) -> list[tuple[float, float]]:
 def last_words(found: Mapping[str, Any]) -> str:
     """Describe the computation, and how often the first order had the right sign."""
     text = _course(found["steps"]) + "\n" + how_computed(found) + "\n"
-    text += f"The first order has the sign of what was measured in {found['right']} of "
+    text += f"The first order has the measured sign in {found['right']} of "
     text += f"{len(found['steps'])} steps; in {found['linear_right']} of the {found['linear']} "
-    text += "whose second order is at most half of the first.\n"
+    text += "with a second order of at most half the first.\n"
     text += f"Measured against predicted δH: {fit_text(found['fit'])}."
     if "logprob_fit" in found:
         count = found["logprob_fit"]["count"]
@@ -186,12 +188,12 @@ def last_words(found: Mapping[str, Any]) -> str:
     if found["gone"]:
         which = ", ".join(map(str, found["gone"]))
         text += (
-            f"\nNot there any more: what iterations {which} started from (keep_checkpoints says "
-            "how many a run keeps)."
+            f"\nGone: the starting checkpoints of iterations {which} (keep_checkpoints sets how "
+            "many a run keeps)."
         )
     if found["unmoved"]:
         which = ", ".join(map(str, found["unmoved"]))
-        text += f"\nLeft out: steps of iterations {which} that moved nothing."
+        text += f"\nLeft out: steps of iterations {which}, which moved nothing."
     return text
 
 

@@ -111,8 +111,7 @@ def outliers_text(found: Mapping[str, Any], count: int = 8) -> list[str]:
     tokens: Sequence[Mapping[str, Any]] = found["tokens"]
     lines = [
         f"Cov(log π, A) = {found['mean']:.4g}: above 0, the step lowers the entropy of single "
-        f"tokens; {len(tokens)} tokens make "
-        f"{found['share']:.0%} of the terms:"
+        f"tokens; {len(tokens)} tokens make up {found['share']:.0%} of the terms:"
     ]
     for one in tokens[:count]:
         lines.append(

@@ -75,8 +75,8 @@ class Asked:
     def __post_init__(self) -> None:
         if not self.model or not self.base_url.startswith(("http://", "https://")):
             raise UserError(
-                f"a judge's model is {self.model!r}, at {self.base_url!r}; give a name, and the "
-                "address of a server"
+                f"the judge's model is {self.model!r}, at {self.base_url!r}; give a model name and "
+                "a server's address"
             )
         if (
             len(self.prices) != 2
@@ -86,8 +86,8 @@ class Asked:
             or self.at_once < 1
         ):
             raise UserError(
-                "a judge's prices are two numbers of at least 0, retries at least 0, timeout and "
-                "at_once above 0"
+                "a judge needs two prices, each at least 0, retries of at least 0, and timeout "
+                "and at_once above 0"
             )
         self._cache()
 
@@ -188,9 +188,8 @@ class Verdicts(Asked):
         super().__post_init__()
         if not self.rubric.strip() or self.tries < 1:
             raise UserError(
-                f"a judge's rubric is {short(self.rubric, 80)} and its tries are {self.tries}; "
-                "say in words what is good, and "
-                "give at least one try"
+                f"the judge's rubric is {short(self.rubric, 80)} and its tries are {self.tries}; "
+                "describe a good reply in words, and give at least one try"
             )
 
     async def verdict(
@@ -215,9 +214,8 @@ class Verdicts(Asked):
                 }
             )
         raise GraderError(
-            f"the judge {self.model} was asked {self.tries} times, and did not end with {form}; "
-            "it ended "
-            f"{short(answers[-1].body[-200:], 200)}"
+            f"the judge {self.model} did not end with {form} in {self.tries} tries; its last "
+            f"answer ended {short(answers[-1].body[-200:], 200)}"
         )
 
 

@@ -39,7 +39,7 @@ class Judge(Verdicts):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.scale[0] < self.scale[1]:
-            raise UserError(f"a judge needs a scale such as (0, 10), not {self.scale}")
+            raise UserError(f"the judge's scale is {self.scale}; give two numbers such as (0, 10)")
 
     async def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (0 to 1, metrics). Raises GraderError."""

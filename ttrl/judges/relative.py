@@ -90,7 +90,7 @@ class Ranking(_Comparing):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.orders < 1:
-            raise UserError(f"orders is {self.orders}; give at least 1, which asks the judge twice")
+            raise UserError(f"orders is {self.orders}; give at least 1 (it asks the judge twice)")
 
     async def __call__(self, choices: list[Choice]) -> Graded:
         """Return (reward, metrics) of each. Raises GraderError."""

@@ -57,9 +57,8 @@ def local_address(endpoint: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UserError(
-            f"the meeting point {endpoint} cannot be reached from this machine ({error}); name "
-            "an address in a network that all "
-            "nodes share"
+            f"the meeting point {endpoint} cannot be reached from this machine ({error}); give an "
+            "address in a network of all nodes"
         ) from error
 
 

@@ -125,7 +125,7 @@ class Trainer:
         while idle; the next `start` or `make_checkpoint` starts another. Does not wait.
         """
         if self._resident is not None:
-            self._check_runs("while nothing was asked of it", self._log)
+            self._check_runs("while it was idle", self._log)
 
     def make_checkpoint(self, number: int, recipe_config: Mapping[str, Any]) -> Path:
         """Train iteration `number`, or, for 0 without a pack, make the canary of the existing
@@ -266,8 +266,8 @@ class Trainer:
             ):
                 # Another start would not help.
                 raise TrainerError(
-                    f"not all of {self._config.nnodes} machines were there within "
-                    f"{self._config.join_timeout} s (join_timeout); "
-                    "each of them must reach the others at any port"
+                    f"fewer than {self._config.nnodes} machines joined within "
+                    f"{self._config.join_timeout} s (join_timeout); make sure that each can reach "
+                    "the others at any port"
                 ) from error
             raise

@@ -58,6 +58,11 @@ def tune(
 
     Raises TrainerError, ending with the last lines of the log, if a process fails or leaves no
     checkpoint; StorageError if the recipe reported a full disk.
+
+        checkpoint = tune(
+            {"model": "models/tiny", "packed": "packed.safetensors", "output_dir": "out"},
+            "recipe.yaml",
+        )
     """
     write_recipe_config(config, config_path)
     output = Path(config["output_dir"])
@@ -156,7 +161,7 @@ def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) 
     checkpoint = output / "checkpoint"
     if not (checkpoint / "config.json").is_file():
         raise TrainerError(
-            f"the recipe ended without an error but left no checkpoint in {checkpoint}; see "
+            f"the recipe ended without an error, but {checkpoint} holds no checkpoint; see "
             f"{log_path or output}"
         )
     return checkpoint
@@ -254,7 +259,7 @@ class TrainerProcess(ChildProcess):
         else:
             ending = f"killed by signal {-returncode}"
         if returncode == -9:
-            ending += ", perhaps for want of memory"
+            ending += ", perhaps out of memory"
         # Torchrun's report on one of its processes; with several machines it may not know why
         # another one's are gone.
         killed = returncode < 0 or re.search(r"Signal \d+ \(SIG", self.log_tail(200)) is not None

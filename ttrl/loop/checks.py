@@ -33,8 +33,8 @@ def checked(
         raise ConfigError(
             "config",
             [
-                f"it is of type {type(config).__name__}; make it with ttrl.TrainConfig(run=…, "
-                "model=…)"
+                f"the config is of type {type(config).__name__}; make it with "
+                "ttrl.TrainConfig(run=…, model=…)"
             ],
         )
     errors = [] if error is None else [error]
@@ -111,7 +111,7 @@ def _task_problems(
         there = f"there {'is' if len(tasks) == 1 else 'are'} only {counted(len(tasks), 'task')}"
         if len(first) < len(tasks):
             there = (
-                f"the lowest level, with which a run begins, has only {counted(len(first), 'task')}"
+                f"the lowest level, the first of the run, has only {counted(len(first), 'task')}"
             )
         if len(first) < config.tasks_per_iteration:
             found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but {there}")
@@ -123,19 +123,17 @@ def _task_problems(
     if untrainable:
         count, (one, why) = len(untrainable), untrainable[0]
         found.append(
-            f"{count} of {len(tasks)} tasks (such as {one.id!r}) are for evaluation alone: "
-            f"{why}; give them as "
-            "validation_tasks, or to `ttrl eval`"
+            f"{count} of {len(tasks)} tasks (such as {one.id!r}) are for evaluation only: {why}; "
+            "give them as validation_tasks, or to `ttrl eval`"
         )
     if config.tokens_per_iteration is not None and (
         several := [task.id for task in tasks if task.rollout]
     ):
         found.append(
             f"tokens_per_iteration is {config.tokens_per_iteration}, but {len(several)} of "
-            f"{len(tasks)} tasks have a rollout "
-            f"(such as {several[0]!r}); a conversation cannot be cut off by a budget and "
-            "continued later: leave "
-            "tokens_per_iteration out, and limit rollouts with Task(limits=RolloutLimits(tokens=…))"
+            f"{len(tasks)} tasks have a rollout (such as {several[0]!r}), and a budget cannot cut "
+            "off a conversation and continue it later. Leave tokens_per_iteration out, and limit "
+            "rollouts with Task(limits=RolloutLimits(tokens=…))"
         )
     if config.stop_at is not None and not validation_tasks:
         found.append("stop_at needs validation tasks")

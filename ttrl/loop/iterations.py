@@ -69,7 +69,7 @@ class Iterations:
             self._phases.write(self._config.iterations if last is None else last)
             self._say_reached(last)
             self._console.line(
-                f"{self._folder.path} is finished; more iterations, or another stop_at, would "
+                f"{self._folder.path} is finished; raise iterations, or change stop_at, to "
                 "continue it"
             )
             return

@@ -29,7 +29,7 @@ class PhaseJob:
             # Cancelled from inside: raise an error, or the threads waiting for its results would
             # hang.
             if not self.cancellation.asked:
-                error = RuntimeError(f"{self.thread.name}: cancelled, and nobody had asked for it")
+                error = RuntimeError(f"{self.thread.name}: cancelled without a request")
                 error.__cause__ = raised
         except BaseException as raised:  # noqa: BLE001 - raised again in the waiting thread
             error = raised

@@ -49,9 +49,8 @@ def pack(
         sequence.experts is None for sequence in sequences
     ):
         raise ServerError(
-            f"router_replay: the server returned the experts of none of {len(sequences)} "
-            "samples; start vLLM with "
-            "--enable-return-routed-experts, or set router_replay=False"
+            f"router_replay: the server returned no experts for any of {len(sequences)} samples; "
+            "start vLLM with --enable-return-routed-experts, or set router_replay=False"
         )
     packed = packed_tensors_from_tokenized_results(
         sequences,

@@ -215,7 +215,8 @@ class Phases:
             return self.server.serve(checkpoint, self.trainer.handover(version), start_from)
         except ServerError as error:
             logger.warning(
-                "the policy of iteration %d is written for the servers, which did not take it: %s",
+                "the policy of iteration %d is written for the servers, because they did not take "
+                "it: %s",
                 version,
                 error,
             )
@@ -540,7 +541,7 @@ class Phases:
         """Retrain an iteration without saved weights and state, from the same inputs to the same
         bits. Leave its other files untouched."""
         self.console.line(
-            f"note: training iteration {number} again, whose weights were not written (save_every)"
+            f"note: training iteration {number} again: its weights were not written (save_every)"
         )
         folder = self.folder.path / _AGAIN
         iteration = self.folder.iteration(number)

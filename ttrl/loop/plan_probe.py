@@ -81,8 +81,7 @@ def probe(
         )
     if found is None:
         raise UserError(
-            "the probe sampled nothing, so there is nothing to plan from; `ttrl tasks try` shows "
-            "what tasks do"
+            "the probe sampled nothing to plan from; check the tasks with `ttrl tasks try`"
         )
     if made_up:
         completions_from = "assumed"
@@ -98,9 +97,8 @@ def probe(
     notes = []
     if signal == 0:
         notes = [
-            f"nothing would be trained: in none of the {len(found.groups)} groups of the probe "
-            "did rewards differ; see what "
-            "`ttrl tasks try` says of replies and grades"
+            f"nothing would be trained: in none of the {len(found.groups)} groups of the probe did "
+            "rewards differ; check replies and grades with `ttrl tasks try`"
         ]
     held_out_scale = len(validation_tasks) / max(1, len(held_out)) / config.validate_every
     seconds = _scaled(measured_in_run(rows, "probe"), rows, 1 / share, held_out_scale)

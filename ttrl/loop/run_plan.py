@@ -39,6 +39,11 @@ def plan(
     recipe_only: plan only the trainer, as for a config of `recipe_configs/`.
 
     Raises ConfigError, ModelFolderError, UserError; with `probe`, any error of a run.
+
+    >>> config = TrainConfig(run="runs/plan", model="Qwen/Qwen3-4B", iterations=100)
+    >>> planned = plan(config, gpu="8xH100", price_per_hour=20.0)
+    >>> planned.memory.peak < planned.machine.memory
+    True
     """
     planned = functools.partial(
         make_plan,
@@ -58,7 +63,7 @@ def plan(
         )
     if probe and (config.nnodes > 1 or config.joined_servers):
         raise UserError(
-            "a probe measures this machine alone: leave out nnodes and joined_servers, or plan "
+            "a probe measures only this machine: leave out nnodes and joined_servers, or plan "
             "without a probe"
         )
     made = planned()

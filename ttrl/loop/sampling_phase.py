@@ -80,7 +80,7 @@ class FinishedGroups:
             append_jsonl(self._path, *rows)
         # A full disk; groups finished now would only have to be sampled again.
         except TtrlError as error:
-            logger.warning("finished groups could not be kept: %s", error)
+            logger.warning("finished groups could not be stored: %s", error)
             self._path = None
 
 

@@ -43,6 +43,12 @@ def train(
     Raises ConfigError and TaskError for wrong arguments, before anything expensive starts;
     ModelFolderError, RunFolderError, ServerError, TrainerError, DriftError and StorageError later.
     Finished work stays, and nothing is left running.
+
+        result = train(
+            TrainConfig(run="runs/sums", model="smollm2-135m", iterations=10),
+            tasks=[task(number) for number in range(1000)],
+            validation_tasks=[task(number) for number in range(1000, 1032)],
+        )
     """
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks)
     console = Console(quiet=quiet)
@@ -80,7 +86,7 @@ def _on_cluster(config: TrainConfig, given: Mapping[str, object], console: Conso
         from ttrl.cluster.lead import run_detached
     except ModuleNotFoundError as error:
         raise UserError(
-            f"cluster is {config.cluster!r}, and Ray cannot be loaded ({error}): pip install "
+            f"cluster is {config.cluster!r}, but Ray cannot be loaded ({error}): pip install "
             "'ttrl[cluster]'"
         ) from error
     if os.path.isdir(config.model):

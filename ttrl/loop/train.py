@@ -125,8 +125,8 @@ def train_checked(
         ):
             config = dataclasses.replace(config, validation_temperature=config.temperature)
             console.line(
-                f"note: held-out samples are drawn at temperature {config.temperature:g}, as "
-                "when this run was begun"
+                f"note: held-out samples use temperature {config.temperature:g}, as at the start "
+                "of this run"
             )
         held_otherwise = _base_note(config, folder, model)
         if held_otherwise is not None:
@@ -207,9 +207,9 @@ def _base_note(config: TrainConfig, folder: RunFolder, model: Path) -> str | Non
     if (before.get("lora_base_dtype"), now) != ("fp32", "auto") or dtype == "float32":
         return None
     return (
-        "the base of this run's adapters was held in fp32; from here on it is held as its files "
-        f"are, in {dtype} "
-        "(lora_base_dtype 'auto'): the same numbers, bit for bit, in half the memory"
+        "earlier, this run held the base of its adapters in fp32; from now on, it holds the base "
+        f"as in its files, in {dtype} (lora_base_dtype 'auto'): the same numbers, bit for bit, in "
+        "half the memory"
     )
 
 
@@ -241,8 +241,7 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
     choices = choose(shape, config, gpus, host=host_here(), advise=not saved)
     if saved and choices.problem is not None:
         kept = (
-            "; what was chosen when this run was begun stays as it is: for other GPUs or longer "
-            "rows, begin another one"
+            "; this run keeps its earlier choices: for other GPUs or longer rows, start a new run"
         )
         choices = dataclasses.replace(choices, problem=choices.problem + kept)
     refuse(choices)
@@ -255,7 +254,7 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
     if "save_every" in choices.reasons:
         console.line(f"note: save_every is 1, {choices.reasons['save_every']}")
     if choices.is_tight:
-        needs = f"the trainer needs about {gib(choices.trainer)}, which is good to about 10%"
+        needs = f"the trainer needs about {gib(choices.trainer)} (within about 10%)"
         if choices.kept:
             needs += f", and servers keep {gib(choices.kept)}"
         console.line(f"note: nearly full: {needs}")

@@ -34,7 +34,7 @@ the newest policy may have sampled only a handful.
 """
 _WORDS = {
     "mean": "mean |difference of log-probabilities|",
-    "p999": "99.9th percentile of it",
+    "p999": "its 99.9th percentile",
     "ess": "effective sample size",
     "outside": "share of tokens outside the tolerance",
 }
@@ -92,7 +92,7 @@ def exceeded(figures: Difference, limits: DriftLimits) -> list[str]:
     found = []
     if figures.not_finite:
         found.append(
-            f"{figures.not_finite} tokens for which one of the two has no finite log-probability"
+            f"{figures.not_finite} tokens without a finite log-probability in sampler or trainer"
         )
     tokens = figures.tokens or 0
     names = LIMIT_NAMES if tokens >= ENOUGH_TOKENS else ("mean",)
@@ -183,7 +183,7 @@ def check_drift(
         tokens = worst_tokens(folder, number, source, version)
     except (TtrlError, OSError, ValueError, KeyError, IndexError) as error:
         tokens = []
-        unread = f"  (they cannot be shown: {type(error).__name__}: {error})"
+        unread = f"  (not available: {type(error).__name__}: {error})"
     else:
         unread = ""
     causes = likely_causes(
@@ -201,23 +201,20 @@ def check_drift(
     )
     write_json(path, report.to_json())
     lines = [
-        f"iteration {number}: sampler and trainer do not compute the same: {'; '.join(beyond)}; "
-        f"over {figures.tokens or 0:,} "
-        f"tokens that policy {version} sampled",
-        "The tokens that are furthest apart (natural log-probabilities):",
-        *([token.line() for token in tokens] or [unread or "  (none were kept)"]),
+        f"iteration {number}: the log-probabilities of sampler and trainer differ: "
+        f"{'; '.join(beyond)}; over {figures.tokens or 0:,} tokens of policy {version}",
+        "The worst tokens (natural log-probabilities):",
+        *([token.line() for token in tokens] or [unread or "  (none stored)"]),
         "Likely causes, checked:",
         *(cause.line() for cause in causes),
     ]
     if config.drift == "stop":
         lines += [
-            f"What iteration {number} sampled and trained is of no use. Remove the cause, and "
-            "start the same command again with "
-            f"{REDO_VARIABLE}={number} in front of it, or as train(..., redo={number}): that "
-            f"throws away {path.parent} and all "
-            'after it, and does them again. If this difference is expected here: drift="warn", '
-            "or higher drift_limits; both may "
-            "be changed for a run that goes on",
+            f"Discard what iteration {number} sampled and trained. Remove the cause, then start "
+            f"the same command with {REDO_VARIABLE}={number} in front of it, or pass train(..., "
+            f"redo={number}): both delete {path.parent} and all later iterations, and repeat them. "
+            'If you expect this difference, set drift="warn" or raise drift_limits; you may '
+            "change either in a running experiment",
         ]
         raise DriftError("\n".join(lines))
     for line in lines:

@@ -212,10 +212,10 @@ def _temperature(e: Evidence) -> Cause:
         return Cause(
             name,
             "could not be checked",
-            f"sampled with {sampled:g}; the recipe's config names none",
+            f"sampled with {sampled:g}; the recipe's config sets none",
         )
     if float(trained) != sampled:
-        way = "give both the same: the loop sets the recipe's from TrainConfig.temperature"
+        way = "use one temperature: the loop copies TrainConfig.temperature to the recipe"
         return Cause(
             name, "found", f"sampled with {sampled:g}, trained with {float(trained):g}", way
         )
@@ -233,10 +233,8 @@ def _sampling(e: Evidence) -> Cause:
     }
     if wrong:
         listed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
-        return Cause(
-            name, "found", f"requests are sent with {listed}", "leave them out of `sampling`"
-        )
-    return Cause(name, "ruled out", "requests are sent without any")
+        return Cause(name, "found", f"requests set {listed}", "remove them from `sampling`")
+    return Cause(name, "ruled out", "requests set none of them")
 
 
 def _generation_config(e: Evidence) -> Cause:
@@ -260,7 +258,7 @@ def _generation_config(e: Evidence) -> Cause:
             name,
             "found",
             f"the server overrides sampling defaults: {override}",
-            "leave override_generation_config out",
+            "remove override_generation_config",
         )
     if served not in (None, "vllm", "auto"):
         return Cause(name, "found", f"the server takes sampling defaults from {served}", way)
@@ -270,14 +268,14 @@ def _generation_config(e: Evidence) -> Cause:
         return Cause(
             name,
             "ruled out",
-            "it changes no distribution" if e.generation else "the model has none",
+            "it leaves the distribution as it is" if e.generation else "the model has none",
         )
     listed = ", ".join(f"{key}={value!r}" for key, value in values.items())
     if served is None:
         return Cause(
             name,
             "could not be checked",
-            f"the server does not say whether it uses it ({listed})",
+            f"the server does not report its use ({listed})",
             way,
         )
     return Cause(name, "found", f"the server takes {listed} from it", way)
@@ -291,13 +289,13 @@ def _logprobs_mode(e: Evidence) -> Cause:
         or e.by_default("processed_logprobs")
     )
     if mode is None:
-        return Cause(name, "could not be checked", "the server does not say which")
+        return Cause(name, "could not be checked", "the server does not report it")
     if mode == "processed_logprobs" or (mode == "raw_logprobs" and e.config.temperature == 1.0):
         return Cause(name, "ruled out", f"{mode} at temperature {e.config.temperature:g}")
     return Cause(
         name,
         "found",
-        f"{mode}: not the distribution that it samples from",
+        f"{mode}: not the server's sampling distribution",
         'server={"logprobs_mode": "processed_logprobs"}',
     )
 
@@ -309,32 +307,31 @@ def _tokens(e: Evidence) -> Cause:
         return Cause(
             name,
             "found",
-            f"{len(other)} of the {len(e.tokens)} worst tokens stand behind other ids in the "
-            "pack than the server sampled them "
-            f"from, such as sample {other[0].sample} of task {other[0].task_id!r}",
-            "the server's chat template or tokenizer is not the model folder's; pack by the "
+            f"{len(other)} of the {len(e.tokens)} worst tokens follow other ids in the pack than "
+            f"on the server, such as sample {other[0].sample} of task {other[0].task_id!r}",
+            "the server and the model folder differ in chat template or tokenizer; pack the "
             "server's own ids (return_token_ids)",
         )
     unaligned = e.tokenization.get("unaligned")
     if unaligned:
-        way = "a server that returns token ids (return_token_ids) needs no template here"
+        way = "with token ids from the server (return_token_ids), no template is needed here"
         return Cause(
             name,
             "found",
-            f"the server gave no ids: texts were tokenized again, {unaligned} tokens could "
-            "not be aligned",
+            f"the server returned no ids: the texts were tokenized again, and {unaligned} tokens "
+            "could not be aligned",
             way,
         )
     if e.tokens and all(token.as_sent for token in e.tokens):
         return Cause(
             name,
             "ruled out",
-            "up to the worst tokens, the pack holds the ids that the server sampled from",
+            "up to the worst tokens, the pack holds the server's ids",
         )
     return Cause(
         name,
         "could not be checked",
-        "the server's ids of these samples are not there, or they have several turns",
+        "the server returned no ids for these samples, or they have several turns",
     )
 
 
@@ -344,7 +341,7 @@ def _weights(e: Evidence) -> Cause:
         return Cause(
             name,
             "could not be checked",
-            f"no sync to policy {e.version} is on record",
+            f"no record of a sync to policy {e.version}",
             "weight_sync='restart'",
         )
     apart = e.sync.canary_max_difference
@@ -356,13 +353,13 @@ def _weights(e: Evidence) -> Cause:
         return Cause(
             name,
             "could not be checked",
-            "the sync does not mention a canary",
+            "the sync reports no canary",
             "weight_sync='restart'",
         )
     limit = 1e-3 if e.config.dtype == "fp32" else 1.0
     if apart > limit:
         return Cause(name, "found", f"{how}, more than {limit:g}", "weight_sync='restart'")
-    return Cause(name, "ruled out", f"{how}; the judged tokens are all of policy {e.version}")
+    return Cause(name, "ruled out", f"{how}; all judged tokens are of policy {e.version}")
 
 
 def _dtype(e: Evidence) -> Cause:
@@ -376,7 +373,7 @@ def _dtype(e: Evidence) -> Cause:
         value = e.told(*path) or e.argument(argument)
         if value not in (None, "auto", "none", mine):
             way = (
-                f"leave {argument} out, or correct for it with truncated importance sampling and "
+                f"remove {argument}, or correct for it with truncated importance sampling and "
                 "drift='warn'"
             )
             return Cause(
@@ -391,20 +388,20 @@ def _dtype(e: Evidence) -> Cause:
             name,
             "found",
             f"the server computes in {served.removeprefix('torch.')}, the trainer in {mine}",
-            "give both one dtype",
+            "use one dtype for both",
         )
     stored = _stored_dtypes(e.model) if mine == "float32" else set()
     if stored - {"F32"}:
         found = (
-            f"the server loads weights stored in {', '.join(sorted(stored))}; a trainer that "
-            "keeps them in float32 has others"
+            f"the server loads weights in {', '.join(sorted(stored))}; a trainer with float32 "
+            "weights has other values"
         )
         if e.recipe.get("checkpoint_dtype") == "bf16":
             return Cause(name, "found", found, "training={'checkpoint_dtype': 'fp32'}")
     if isinstance(served, str):
-        where = "by the server's own word"
+        where = "as the server reports"
     else:
-        where = "by the run's config"
+        where = "as the run's config sets"
     return Cause(name, "ruled out", f"{mine} on both sides, {where}")
 
 
@@ -414,16 +411,16 @@ def _positions(e: Evidence) -> Cause:
     grows = ""
     if len(means) == 4 and means[0] > 0:
         grows = (
-            f"; the mean difference is {means[3] / means[0]:.2g} times as large in the last "
-            "quarter of positions as in the first"
+            f"; the mean difference in the last quarter of positions is {means[3] / means[0]:.2g} "
+            "times the one in the first quarter"
         )
     for argument in ("hf-overrides", "rope-scaling", "rope-theta"):
         if e.argument(argument) is not None:
-            way = "put it into the model folder's config.json, which both read"
+            way = "put it into the model folder's config.json: both read it"
             return Cause(
                 name,
                 "found",
-                f"the server is started with {argument} {e.argument(argument)!r}{grows}",
+                f"the server starts with {argument} {e.argument(argument)!r}{grows}",
                 way,
             )
     rope = e.shape.get("rope_parameters") or e.shape.get("rope_scaling") or {}
@@ -446,8 +443,8 @@ def _positions(e: Evidence) -> Cause:
         return Cause(
             name,
             "found",
-            f"the server's context is {length}, the trainer's {context}, and the model scales by "
-            "it",
+            f"the context is {length} on the server and {context} in the trainer, and the model's "
+            "RoPE depends on it",
             way,
         )
     return Cause(
@@ -470,10 +467,10 @@ def _vocabulary(e: Evidence) -> Cause:
         )
     if rows != size:
         way = (
-            "give the checkpoint the rows that config.json names; padded rows take probability "
-            "in one and not in the other"
+            "give the checkpoint as many rows as config.json says; padded rows take probability "
+            "on one side only"
         )
-        return Cause(name, "found", f"the embedding has {rows} rows, config.json names {size}", way)
+        return Cause(name, "found", f"the embedding has {rows} rows; config.json says {size}", way)
     return Cause(name, "ruled out", f"{size} rows in the checkpoint and in config.json")
 
 
@@ -481,7 +478,7 @@ def _adapters(e: Evidence) -> Cause:
     name = "scale of LoRA adapters"
     rank = e.recipe.get("lora_rank")
     if rank is None:
-        return Cause(name, "ruled out", "there are none")
+        return Cause(name, "ruled out", "the run has none")
     if e.model is not None:
         folders = [e.model, e.model / "adapter"]
     else:
@@ -492,14 +489,14 @@ def _adapters(e: Evidence) -> Cause:
         return Cause(
             name,
             "could not be checked",
-            "the checkpoint does not mention adapters: the trainer merged them into it",
+            "the checkpoint has no adapters: the trainer merged them into it",
         )
     mine = float(e.recipe.get("lora_alpha", 16.0)) / float(rank)
     theirs = float(adapter.get("lora_alpha", 0)) / (
         float(adapter.get("r", 1)) ** (0.5 if adapter.get("use_rslora") else 1.0)
     )
     if abs(mine - theirs) > 1e-9:
-        way = "adapter_config.json must hold the lora_alpha and rank of the training"
+        way = "write the lora_alpha and rank of the training to adapter_config.json"
         return Cause(
             name, "found", f"{theirs:g} in adapter_config.json, {mine:g} in the trainer", way
         )
@@ -514,13 +511,16 @@ def _routing(e: Evidence) -> Cause:
         return Cause(
             name,
             "ruled out",
-            "the trainer computes with those that the server chose (router_replay)",
+            "the trainer uses the server's experts (router_replay)",
         )
-    way = "router_replay=true makes both compute the same experts, and counts where they would not"
+    way = (
+        "set router_replay=true: trainer and server then use the same experts, and ttrl counts "
+        "the differences"
+    )
     return Cause(
         name,
         "could not be checked",
-        "a router that is nearly undecided chooses others once it rounds otherwise",
+        "rounding alone can change an undecided router's choice",
         way,
     )
 

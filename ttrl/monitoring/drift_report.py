@@ -82,8 +82,7 @@ class DriftReport(Facts, omit_defaults=False):
         """Return the text above the tokens."""
         return (
             f"Iteration {self.iteration}, tokens of policy {self.version}: "
-            f"{'; '.join(self.exceeded)}. The tokens that are furthest apart, and the likely "
-            "causes, checked:"
+            f"{'; '.join(self.exceeded)}. The worst tokens, and the likely causes, checked:"
         )
 
 

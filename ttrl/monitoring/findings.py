@@ -79,9 +79,8 @@ def findings(rows: Sequence[MetricsRow], config: Mapping[str, Any] | None = None
 
 @rule(
     "warn",
-    "What was sampled is not quite what was trained; drift.json in the iteration's folder names "
-    "tokens and causes, if the run "
-    "was held to its limits.",
+    "The sampled and the trained policy differ slightly. If the run has drift limits, drift.json "
+    "in the iteration's folder lists tokens and causes.",
 )
 def drift(h: History) -> str | None:
     # The newest iteration with tokens of training's starting policy beyond the limits.
@@ -106,28 +105,28 @@ def drift(h: History) -> str | None:
         beyond = [] if figures is None else exceeded(figures, held_to)
         if beyond:
             return (
-                f"In iteration {row.iteration}, sampler and trainer did not compute the same "
-                f"({'; '.join(beyond)})."
+                f"In iteration {row.iteration}, the log-probabilities of sampler and trainer "
+                f"differ ({'; '.join(beyond)})."
             )
     return None
 
 
 @rule(
     "stop",
-    "A learning rate of 0, skipped steps, everything frozen, or a checkpoint_dtype too coarse "
-    "for such small steps.",
+    "Check for a learning rate of 0, skipped steps, frozen weights, or a checkpoint_dtype too "
+    "coarse for such small steps.",
 )
 def weights_unchanged(h: History) -> str | None:
     numbers = [row.iteration for row in h.recent if row.train.unchanged]
     if not numbers:
         return None
     return (
-        "After training, the weights are bit for bit what they were before (iteration "
+        "Training did not change the weights: they are bit for bit the same (iteration "
         f"{numbers[-1]})."
     )
 
 
-@rule("stop", "lr, or the end of its schedule: see training in config.yaml.")
+@rule("stop", "Check lr and the end of its schedule: see training in config.yaml.")
 def learning_rate_zero(h: History) -> str | None:
     rates = h.values(lambda row: row.train.lr, h.recent)[-2:]
     if len(rates) < min(2, len(h.recent)) or not rates or max(rates) > 0:
@@ -137,7 +136,8 @@ def learning_rate_zero(h: History) -> str | None:
 
 @rule(
     "stop",
-    "Nothing reaches the weights: are all advantages or weights zero, or is everything frozen?",
+    "No gradient reaches the weights. Check for advantages or weights of zero, and for frozen "
+    "parameters.",
 )
 def no_gradient(h: History) -> str | None:
     norms = h.values(lambda row: row.train.grad_norm, h.recent)
@@ -189,9 +189,8 @@ def _judged_trend(h: History) -> tuple[Trend, str] | None:
 
 @rule(
     "warn",
-    "Lower lr, fewer updates_per_iteration, a kl_coefficient; go back to the best checkpoint. Is "
-    "the difference of sampler and "
-    "trainer small?",
+    "Lower lr, use fewer updates_per_iteration or a kl_coefficient, or go back to the best "
+    "checkpoint. Check the difference between sampler and trainer.",
     "wrong",
 )
 def reward_falls(h: History) -> str | None:
@@ -205,9 +204,8 @@ def reward_falls(h: History) -> str | None:
 
 @rule(
     "warn",
-    "See what else stands out here. If nothing does: more samples or tasks per iteration against "
-    "the noise, a higher lr "
-    "(gradients and clipped tokens say whether there is room), more iterations.",
+    "Check the other findings. If there are none, use more samples or tasks per iteration against "
+    "the noise, a higher lr (if gradients and clipped tokens leave room), or more iterations.",
     "wrong",
 )
 def reward_flat(h: History) -> str | None:
@@ -220,8 +218,8 @@ def reward_flat(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The run learns its tasks by heart, or a weakness of the grader: more tasks, fewer epochs, a "
-    "look at what is rewarded.",
+    "The run memorizes its tasks, or exploits a weakness of the grader. Use more tasks or fewer "
+    "epochs, and check the rewarded replies.",
     "right",
 )
 def overfits(h: History) -> str | None:
@@ -248,8 +246,7 @@ _FAULT = re.compile(
 @rule(
     "warn",
     "The reward pays for something else. Read the samples with the highest rewards; let the "
-    "grader give more for that metric, or "
-    "credit on the way to it.",
+    "grader pay more for that metric, or give partial credit.",
     "right",
 )
 def solves_nothing(h: History) -> str | None:
@@ -273,7 +270,7 @@ def solves_nothing(h: History) -> str | None:
             now = compact(rewards[-1][1])
             metrics = ", ".join(f"{name} ({compact(h.now(pick(name)) or 0.0)})" for name in flat)
             return (
-                f"The {whose} reward rises, from {before} to {now}, but what stays near 0 is "
+                f"The {whose} reward rises from {before} to {now}, but these metrics stay near 0: "
                 f"{metrics}."
             )
     return None
@@ -290,7 +287,7 @@ def _stays_near_zero(points: Sequence[tuple[int, float]]) -> bool:
 
 @rule(
     "warn",
-    "Fewer updates between sampling and training: a smaller max_staleness, fewer off-policy "
+    "Use fewer updates between sampling and training: a smaller max_staleness, fewer off-policy "
     "steps, or a lower lr.",
 )
 def off_policy(h: History) -> str | None:
@@ -299,15 +296,15 @@ def off_policy(h: History) -> str | None:
     if share is None or share >= 0.5 or drift(h) is not None:
         return None
     return (
-        f"The effective sample size is {percent(share)}: what was sampled is far from what is "
-        "trained."
+        f"The effective sample size is {percent(share)}: the sampled policy is far from the "
+        "trained one."
     )
 
 
 @rule(
     "warn",
-    "The policy stopped exploring: a lower lr, clip_high above clip_low, an entropy_coefficient, "
-    "or clip_cov or kl_cov.",
+    "The policy stopped exploring. Try a lower lr, clip_high above clip_low, an "
+    "entropy_coefficient, or clip_cov or kl_cov.",
     "repeated",
 )
 def entropy_fell(h: History) -> str | None:
@@ -333,8 +330,7 @@ def entropy_fell(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The policy falls apart into noise: lower lr or entropy_coefficient, and look at what it "
-    "writes.",
+    "The policy is turning into noise. Lower lr or entropy_coefficient, and read its replies.",
     "longest",
 )
 def entropy_rose(h: History) -> str | None:
@@ -348,7 +344,7 @@ def entropy_rose(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The policy moves too far within an iteration: a lower lr or fewer updates_per_iteration.",
+    "The policy moves too far within an iteration. Lower lr, or use fewer updates_per_iteration.",
 )
 def clipped(h: History) -> str | None:
     low = h.now(lambda row: row.train.clip_fraction_low) or 0.0
@@ -363,7 +359,7 @@ def clipped(h: History) -> str | None:
     )
 
 
-@rule("warn", "Lower lr, lower max_grad_norm, or look at single samples with extreme advantages.")
+@rule("warn", "Lower lr or max_grad_norm, or check for single samples with extreme advantages.")
 def gradient_grew(h: History) -> str | None:
     norms = h.values(lambda row: row.train.grad_norm)
     if len(norms) < 2 * RECENT:
@@ -380,8 +376,8 @@ def gradient_grew(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The policy left its reference: a lower lr, a higher kl_coefficient, or a new reference, if "
-    "it should leave.",
+    "The policy left its reference. Use a lower lr or a higher kl_coefficient; if it should "
+    "leave, set a new reference.",
     "longest",
 )
 def kl_blew_up(h: History) -> str | None:
@@ -399,11 +395,11 @@ def kl_blew_up(h: History) -> str | None:
     return f"KL to the reference model went up{before} to {compact(now)} nats per token."
 
 
-@rule("warn", "The reward hardly counts: a lower kl_coefficient.")
+@rule("warn", "The reward hardly counts. Lower kl_coefficient.")
 def kl_rules(h: History) -> str | None:
     share = h.now(lambda row: row.train.kl_share)
     if share is not None and share > 0.9:
-        return f"{percent(share)} of the gradient is KL's, by the norms of its parts."
+        return f"KL makes up {percent(share)} of the gradient, by the norms of its parts."
     return None
 
 
@@ -422,7 +418,7 @@ def _named(iterations: Sequence[int]) -> str:
 
 @rule(
     "warn",
-    "More samples per task, tasks of another difficulty, a finer reward, a curriculum, or "
+    "Use more samples per task, tasks of another difficulty, a finer reward, a curriculum, or "
     "dynamic_sampling.",
     "wrong",
 )
@@ -431,13 +427,14 @@ def nothing_trained(h: History) -> tuple[Severity, str] | None:
     if not numbers:
         return None
     recent = any(row.iteration in numbers for row in h.recent)
-    title = f"Nothing was trained in {_named(numbers)}: no group of samples had different rewards."
+    title = f"Nothing was trained in {_named(numbers)}: within each group, all rewards were equal."
     return "warn" if recent else "note", title
 
 
 @rule(
     "warn",
-    "rollouts.jsonl says why for each; `ttrl replay` grades them again with a mended grader.",
+    "rollouts.jsonl has the reason for each. After mending the grader, `ttrl replay` grades them "
+    "again.",
     "failed",
 )
 def failures(h: History) -> tuple[Severity, str] | None:
@@ -451,7 +448,7 @@ def failures(h: History) -> tuple[Severity, str] | None:
     else:
         of = ""
     if graders:
-        whose = f", {graders:g} of them in their graders"
+        whose = f", {graders:g} of them in the grader"
     else:
         whose = ""
     # One in a thousand is the odd answer unforeseen by the grader. More than one in a hundred is a
@@ -460,7 +457,7 @@ def failures(h: History) -> tuple[Severity, str] | None:
     return "warn" if many else "note", f"{failed:g}{of} samples failed and did not count{whose}."
 
 
-@rule("warn", "train.jsonl names the tokens. Lower lr, clip advantages, or train in fp32.")
+@rule("warn", "train.jsonl lists the tokens. Lower lr, clip advantages, or train in fp32.")
 def skipped_steps(h: History) -> str | None:
     skipped = {row.iteration: row.train.skipped for row in h.iterations if row.train.skipped}
     if not skipped:
@@ -471,7 +468,7 @@ def skipped_steps(h: History) -> str | None:
 
 @rule(
     "note",
-    "Raise seq_len, lower max_tokens, or choose what becomes of them with too_long.",
+    "Raise seq_len, lower max_tokens, or set too_long.",
     "longest",
 )
 def too_long(h: History) -> str | None:
@@ -483,11 +480,11 @@ def too_long(h: History) -> str | None:
         if count
     ]
     if parts:
-        return f"Samples were longer than a row of seq_len: {', '.join(parts)}."
+        return f"Samples were longer than a row (seq_len): {', '.join(parts)}."
     return None
 
 
-@rule("note", "If it happens each time, weight_sync='reload' saves the attempt.")
+@rule("note", "If it happens each time, set weight_sync='reload' to save the attempt.")
 def read_files(h: History) -> str | None:
     why = {
         row.iteration: row.sync.files_because
@@ -497,25 +494,29 @@ def read_files(h: History) -> str | None:
     if not why:
         return None
     return (
-        f"The server read the weights from files, not from memory, in {_named(list(why))}: "
+        f"The server read the weights from files instead of memory in {_named(list(why))}: "
         f"{list(why.values())[-1]}."
     )
 
 
-@rule("note", "If it happens each time, weight_sync='restart' saves the attempt; the log says why.")
+@rule(
+    "note",
+    "If it happens each time, set weight_sync='restart' to save the attempt; the log has the "
+    "reason.",
+)
 def fell_back(h: History) -> str | None:
     numbers = [row.iteration for row in h.rows if row.sync.fell_back]
     if not numbers:
         return None
     return (
-        "The server did not reproduce the trainer's numbers after weights were loaded in place "
-        f"in {_named(numbers)}; it was "
-        "restarted, and then it did."
+        "After loading weights in place, the server did not reproduce the trainer's "
+        f"log-probabilities in {_named(numbers)}; after a restart, it did."
     )
 
 
 @rule(
-    "note", "Most groups have no signal: tasks of another difficulty, or a higher max_extra_tasks."
+    "note",
+    "Most groups have no signal. Use tasks of another difficulty, or a higher max_extra_tasks.",
 )
 def extra_tasks(h: History) -> str | None:
     limit = h.config.get("max_extra_tasks") or 2 * (h.config.get("tasks_per_iteration") or 0)
@@ -530,8 +531,8 @@ def extra_tasks(h: History) -> str | None:
 
 @rule(
     "note",
-    "Their tokens were sampled for nothing: a larger tokens_per_iteration or max_staleness, or a "
-    "lower max_tokens.",
+    "Their tokens were wasted. Use a larger tokens_per_iteration or max_staleness, or a lower "
+    "max_tokens.",
 )
 def dropped_groups(h: History) -> str | None:
     dropped = sum(h.values(lambda row: row.dropped_groups, h.recent))
@@ -539,8 +540,8 @@ def dropped_groups(h: History) -> str | None:
     if not dropped or dropped / (dropped + kept) <= 0.1:
         return None
     return (
-        f"{dropped:g} unfinished groups became too old (max_staleness) and were dropped, of "
-        f"{dropped + kept:g}."
+        f"{dropped:g} of {dropped + kept:g} unfinished groups became too old (max_staleness) and "
+        "were dropped."
     )
 
 
@@ -549,11 +550,9 @@ def dropped_groups(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The task may be too hard for this model: easier tasks (recipes/letter_counting.py takes any "
-    "--model), a warm start, more "
-    "samples per task, a reward for partial success, or dynamic_sampling give it something to "
-    "learn from. If answers look right, "
-    "look at the grader.",
+    "The task may be too hard for this model. Give it something to learn from: easier tasks "
+    "(recipes/letter_counting.py takes any --model), a warm start, more samples per task, a "
+    "reward for partial success, or dynamic_sampling. If replies look right, check the grader.",
     "wrong",
 )
 def too_hard(h: History) -> str | None:
@@ -568,18 +567,18 @@ def too_hard(h: History) -> str | None:
         value = h.now(metric(name)) or 0.0
         if 0 < value <= 1:
             partly[name] = value
-    said = f"In {percent(share)} of the groups every sample was wrong ({h.recently})."
+    said = f"In {percent(share)} of the groups, every sample was wrong ({h.recently})."
     lenient = h.now(metric("lenient"))
     if lenient is not None:
-        said += f" A lenient grader would call {percent(lenient)} of all samples right."
+        said += f" A lenient grader would accept {percent(lenient)} of all samples."
     metrics = ", ".join(f"{name} {compact(value)}" for name, value in partly.items())
     return said + (f" The grader's metrics: {metrics}." if metrics else "")
 
 
 @rule(
     "note",
-    "There is little left to learn from these tasks: harder ones, a curriculum, "
-    "dynamic_sampling, or an end by stop_at.",
+    "These tasks teach little more. Use harder ones, a curriculum or dynamic_sampling, or end the "
+    "run with stop_at.",
     "right",
 )
 def too_easy(h: History) -> str | None:
@@ -587,14 +586,14 @@ def too_easy(h: History) -> str | None:
     # little signal is left.
     share = h.share(lambda row: row.groups.all_right, lambda row: row.groups.total) or 0.0
     if share > 0.8:
-        return f"In {percent(share)} of the groups every sample was right ({h.recently})."
+        return f"In {percent(share)} of the groups, every sample was right ({h.recently})."
     return None
 
 
 @rule(
     "warn",
-    "Does the grader see what differs between answers? A finer reward, or a higher temperature, "
-    "makes them differ.",
+    "Check whether the grader sees the differences between replies. A finer reward or a higher "
+    "temperature gives different rewards.",
     "repeated",
 )
 def equal_rewards(h: History) -> str | None:
@@ -602,16 +601,15 @@ def equal_rewards(h: History) -> str | None:
     if share is None or share <= 0.5:
         return None
     return (
-        f"In {percent(share)} of the groups all samples got one and the same reward, neither "
-        "best nor worst."
+        f"In {percent(share)} of the groups, all samples got the same reward, neither best nor "
+        "worst."
     )
 
 
 @rule(
     "warn",
-    "They are graded without their end. Raise max_tokens, ask for shorter answers, or see "
-    "whether the model still ends its "
-    "turns.",
+    "They are graded without their end. Raise max_tokens, ask for shorter replies, or check "
+    "whether the model still ends its turns.",
     "truncated",
 )
 def truncated(h: History) -> str | None:
@@ -624,7 +622,7 @@ def truncated(h: History) -> str | None:
     ended = h.now(lambda row: row.rollouts.ended_reward)
     rewards = ""
     if cut is not None and ended is not None:
-        rewards = f" Their mean reward is {compact(cut)}, that of the others {compact(ended)}."
+        rewards = f" Their mean reward is {compact(cut)}; the others' is {compact(ended)}."
     return (
         f"{percent(share)} of the completions were cut off at max_tokens ({h.recently}).{rewards}"
     )
@@ -632,8 +630,8 @@ def truncated(h: History) -> str | None:
 
 @rule(
     "warn",
-    "A stop string that matches at once, or a model that learned to say nothing: does silence "
-    "get a reward?",
+    "Check for a stop string at the start of replies. Otherwise the model learned to say nothing: "
+    "check the reward of an empty reply.",
     "empty",
 )
 def empty(h: History) -> str | None:
@@ -645,9 +643,8 @@ def empty(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The policy ignores the task. Does the grader reward that answer? Lower lr, add "
-    "kl_coefficient, or start again from an "
-    "earlier checkpoint.",
+    "The policy ignores the task. Check whether the grader rewards that reply. Lower lr, add "
+    "kl_coefficient, or start again from an earlier checkpoint.",
     "repeated",
 )
 def one_answer(h: History) -> str | None:
@@ -664,16 +661,15 @@ def one_answer(h: History) -> str | None:
     ):
         return None
     return (
-        f"One and the same completion makes up {percent(share)} of all samples, in "
-        f"{percent(tasks)} of the tasks."
+        f"One completion makes up {percent(share)} of all samples, in {percent(tasks)} of the "
+        "tasks."
     )
 
 
 @rule(
     "warn",
-    "The policy no longer tries anything else there: a higher temperature, an "
-    "entropy_coefficient, a lower lr, or an earlier "
-    "checkpoint.",
+    "The policy explores no other reply there. Use a higher temperature, an entropy_coefficient, "
+    "a lower lr, or an earlier checkpoint.",
     "repeated",
 )
 def stuck(h: History) -> str | None:
@@ -682,15 +678,14 @@ def stuck(h: History) -> str | None:
     if share is None or share <= 0.25:
         return None
     return (
-        f"In {percent(share)} of the groups all samples are the same completion, and not the "
-        f"best ({h.recently})."
+        f"In {percent(share)} of the groups, all samples are the same completion, and not the best "
+        f"one ({h.recently})."
     )
 
 
 @rule(
     "note",
-    "If length is not what you want to teach, let the grader not depend on it, and look at what "
-    "the answers say.",
+    "If you do not want to teach length, make the grader independent of it, and read the replies.",
     "longest",
 )
 def length_rewarded(h: History) -> str | None:
@@ -705,22 +700,21 @@ def length_rewarded(h: History) -> str | None:
         return None
     how = "longer" if correlation > 0 else "shorter"
     return (
-        f"Within groups, {how} answers get more reward (correlation {correlation:.2f}), and "
-        f"answers have become {how}: from "
-        f"{compact(start)} to {compact(now)} tokens."
+        f"Within groups, {how} replies get more reward (correlation {correlation:.2f}), and "
+        f"replies have become {how}: from {compact(start)} to {compact(now)} tokens."
     )
 
 
 @rule(
     "note",
-    "Their advantages are smaller than others'. Is the floor meant to be that high, or do "
-    "rewards differ by noise alone?",
+    "Their advantages are smaller than others'. Check whether the floor is meant to be that high, "
+    "or whether the rewards differ by noise only.",
 )
 def low_std(h: History) -> str | None:
     share = h.share(lambda row: row.groups.low_std, lambda row: row.groups.kept)
     if share is None or share <= 0.2:
         return None
     return (
-        f"In {percent(share)} of the groups that were trained, rewards differ by less than "
+        f"In {percent(share)} of the trained groups, rewards differ by less than "
         "advantage_std_floor."
     )

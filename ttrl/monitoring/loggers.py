@@ -97,7 +97,7 @@ class Loggers:
             if name not in self._failed:
                 self._failed.add(name)
                 logger.warning(
-                    "the logger %s failed, the run goes on without it: %s: %s",
+                    "the logger %s failed; the run continues without it: %s: %s",
                     name,
                     type(error).__name__,
                     error,
@@ -159,8 +159,8 @@ def _make(name: str, arguments: Mapping[str, Any], run: LoggedRun) -> MetricLogg
         one = pkgutil.resolve_name(name)(**arguments)
     if not callable(getattr(one, "log_dict", None)) or not callable(getattr(one, "close", None)):
         raise ValueError(
-            f"loggers: {name} has no log_dict(payload, step) and close(); torchtune's interface "
-            "is what is used"
+            f"loggers: {name} has no log_dict(payload, step) and close(); give a class with "
+            "torchtune's logger interface"
         )
     return one
 

@@ -64,7 +64,7 @@ def iteration_line(row: MetricsRow, config: TrainConfig) -> str:
         name = config.validation_metric
         known = ", ".join(["reward", *(row.validation or {})])
         is_known = validation_metric(row, config) is not None
-        missing = f"no held-out metric {name!r} (there are: {known})"
+        missing = f"no held-out metric {name!r} (known: {known})"
         parts.append(f"held-out {name} {held_out_text(row, name)}" if is_known else missing)
     if row.iteration and not row.trained:
         parts.append("no group had a signal: nothing trained")
@@ -85,7 +85,7 @@ def iteration_line(row: MetricsRow, config: TrainConfig) -> str:
     if row.failed:
         graders = row.rollouts.grader_failures
         parts.append(
-            f"{row.failed} samples failed" + (f", {graders} in their graders" if graders else "")
+            f"{row.failed} samples failed" + (f", {graders} in graders" if graders else "")
         )
     dropped = row.pack.dropped or {}
     parts += [

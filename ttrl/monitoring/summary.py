@@ -84,7 +84,7 @@ def summary_lines(
     """
     name = str(config.get("validation_metric") or "reward")
     if overfits:
-        trained_on = "on the tasks that it is trained on"
+        trained_on = "on its training tasks"
     else:
         trained_on = "held-out"
     titles = {
@@ -96,8 +96,8 @@ def summary_lines(
     if overfits and lines:
         lines.insert(
             0,
-            "overfit mode: validated on the very tasks that it is trained on, which says nothing "
-            "of others",
+            "overfit mode: validated on the training tasks themselves, which says nothing about "
+            "others",
         )
 
     def values(pick: Pick) -> list[float]:

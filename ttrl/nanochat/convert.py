@@ -78,7 +78,7 @@ def convert(source: str | Path, out: str | Path, tokenizer: str | Path | None = 
     vocabulary = int(settings["vocab_size"])
     if len(own_tokenizer) != vocabulary:
         raise UserError(
-            f"{pickled} has {len(own_tokenizer)} tokens, and {meta} says {vocabulary}; give the "
+            f"{pickled} has {len(own_tokenizer)} tokens, but {meta} says {vocabulary}; give the "
             "model's own tokenizer"
         )
     stored = _stored(weights)
@@ -101,17 +101,19 @@ def _files(source: Path) -> tuple[Path, Path]:
         found = sorted(source.glob("model_*.pt"))
         if not found:
             raise UserError(
-                f"{source}: no model_NNNNNN.pt there; give a folder such as chatsft_checkpoints/d20"
+                f"{source} holds no model_NNNNNN.pt; give a folder such as chatsft_checkpoints/d20"
             )
         weights = found[-1]
     else:
         weights = source
     step = re.fullmatch(r"model_(\d+)\.pt", weights.name)
     if step is None or not weights.is_file():
-        raise UserError(f"{weights}: no checkpoint of nanochat; they are called model_NNNNNN.pt")
+        raise UserError(
+            f"{weights} is not a checkpoint of nanochat; their names are model_NNNNNN.pt"
+        )
     meta = weights.with_name(f"meta_{step[1]}.json")
     if not meta.is_file():
-        raise UserError(f"{meta}: missing; nanochat writes it next to {weights.name}")
+        raise UserError(f"{meta} is missing; nanochat writes it next to {weights.name}")
     return weights, meta
 
 
@@ -126,15 +128,15 @@ def _settings(meta: Path) -> dict[str, Any]:
         pattern = str(found.get("window_pattern", "L")).upper()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{meta}: no model_config as nanochat writes it ({type(error).__name__}: {error})"
+            f"{meta}: its model_config is not nanochat's ({type(error).__name__}: {error})"
         ) from error
     if not pattern or set(pattern) - set("SL"):
         raise UserError(f"{meta}: window_pattern is {pattern!r}; nanochat's consist of S and L")
     if sizes["n_kv_head"] != sizes["n_head"]:
         raise UserError(
-            f"{meta}: n_kv_head is {sizes['n_kv_head']} and n_head {sizes['n_head']}; the smear "
-            "is computed by attention with as "
-            "many heads of keys as of queries, so ttrl does not convert this model"
+            f"{meta}: n_kv_head is {sizes['n_kv_head']} and n_head {sizes['n_head']}; ttrl does "
+            "not convert this model: the smear is computed by attention with equal numbers of key "
+            "and query heads"
         )
     return {**sizes, "window_pattern": pattern}
 
@@ -152,7 +154,7 @@ def _tokenizer_file(weights: Path, given: str | Path | None) -> Path:
         if file.is_file():
             return file
     raise UserError(
-        f"no tokenizer.pkl in {' or '.join(map(str, folders))}; name its folder with --tokenizer"
+        f"no tokenizer.pkl in {' or '.join(map(str, folders))}; give its folder with --tokenizer"
     )
 
 
@@ -173,8 +175,8 @@ class _PlainUnpickler(pickle.Unpickler):
         if (module, name) == ("tiktoken.core", "Encoding"):
             return _Encoding
         raise UserError(
-            f"a tokenizer that would build {module}.{name}; a pickled tiktoken Encoding is all "
-            "that is read"
+            f"a tokenizer that would build {module}.{name}; ttrl reads only a pickled tiktoken "
+            "Encoding"
         )
 
 
@@ -196,7 +198,7 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
         raise UserError(f"{file}: {error}") from error
     except Exception as error:  # a damaged pickle raises anything
         raise UserError(
-            f"{file}: no tokenizer of nanochat ({type(error).__name__}: {error})"
+            f"{file} is not a tokenizer of nanochat ({type(error).__name__}: {error})"
         ) from error
     ordered = sorted(special, key=lambda token: special[token])
     if sorted(ranks.values()) != list(range(len(ranks))) or [
@@ -212,7 +214,8 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     } - special.keys()
     if missing:
         raise UserError(
-            f"{file}: no special token {', '.join(sorted(missing))}; is it a tokenizer of nanochat?"
+            f"{file}: no special token {', '.join(sorted(missing))}; check that it is a tokenizer "
+            "of nanochat"
         )
     made = _Converter(ranks, pattern, ordered).converted()
     tokenizer = PreTrainedTokenizerFast(
@@ -308,9 +311,9 @@ def _check(
     missing = sorted(expected.keys() - found.keys())
     if missing:
         raise UserError(
-            f"{weights}: {len(missing)} tensors of nanochat's model of 2026 are missing, the "
-            f"first {missing[0]}; checkpoints of "
-            "2025 have another architecture, which nanochat itself does not load any more"
+            f"{weights}: {len(missing)} tensors of nanochat's model of 2026 are missing, the first "
+            f"{missing[0]}; checkpoints of 2025 have another architecture, no longer loaded by "
+            "nanochat itself"
         )
     wrong = sorted(name for name, shape in expected.items() if found[name] != shape)
     if wrong:

@@ -300,9 +300,7 @@ class NanochatModel(NanochatPreTrainedModel):
         them.
         """
         if input_ids is None:
-            raise ValueError(
-                "nanochat's value embeddings are looked up by token ids; give input_ids"
-            )
+            raise ValueError("nanochat looks up its value embeddings by token ids; give input_ids")
         embedded = self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)

@@ -117,24 +117,20 @@ def judge_disk(needs: DiskNeeds, folder: Path) -> str | None:
         f"{si_spaced(needs.checkpoint)}B a checkpoint, {si_spaced(needs.state)}B an optimizer state"
     )
     way_out = (
-        "make room, or choose another place for `run`; checkpoints get smaller with "
-        "training={'checkpoint_dtype': 'bf16'}, "
-        "fewer with keep_checkpoints=3, keep_best=1 and no keep_every, and tiny with adapters "
-        "alone (lora_rank)"
+        "make room, or choose another place for `run`. Smaller checkpoints: "
+        "training={'checkpoint_dtype': 'bf16'}; fewer: keep_checkpoints=3, keep_best=1 and no "
+        "keep_every; tiny: adapters (lora_rank)"
     )
     if needs.next > needs.free:
         raise StorageError(
             errno.ENOSPC,
             f"{folder}: the next {NEXT_ITERATIONS} iterations need {si_spaced(needs.next)}B "
-            f"({each}), but {free} are free there; "
-            f"{way_out}",
+            f"({each}), but only {free} are free; {way_out}",
         )
     return (
         f"{folder}: the whole run may need {si_spaced(needs.whole)}B more ({each}, up to "
-        f"{si_spaced(needs.others)}B an iteration "
-        f"for rollouts and packed rows), but {free} are free there; {way_out}. A run that finds "
-        "the disk full stops without "
-        "losing anything"
+        f"{si_spaced(needs.others)}B an iteration for rollouts and packed rows), but only {free} "
+        f"are free; {way_out}. On a full disk, a run stops without losing anything"
     )
 
 

@@ -121,7 +121,7 @@ def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
         template = ChatTemplate(tokenizer)
         text = template.render(template.prepared(task.messages), answer_next=True)
     except UserError as error:
-        where = f"task {task.id!r}: the model's chat template cannot write its messages"
+        where = f"task {task.id!r}: the model's chat template cannot render its messages"
         raise UserError(f"{where} ({error})") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
 

@@ -132,9 +132,9 @@ class Fit:
             server = self._sequences(server, served)
         if self.config.servers:
             if self.together:
-                why = "what the trainer leaves"
+                why = "the rest, next to the trainer"
             else:
-                why = "nobody else needs it meanwhile"
+                why = "no other process needs it meanwhile"
             text = f"{gib(served)} of {gib(self.memory)}: {why}"
             self._add("server.gpu_memory_utilization", round(served / self.memory, 2), text)
         self._read_files_if_need_be()
@@ -192,10 +192,10 @@ class Fit:
             self._add("server.max_model_len", server.length, why)
         if _has_chunks(self.given):
             wide = gib(server_memory(self.model, serving)["activations"])
-            why = f"tokens of a step, whose widest activations take {wide}"
+            why = f"tokens of a step, with widest activations of {wide}"
             self._add("server.max_num_batched_tokens", serving.step_tokens, why)
         if serving.suspends:
-            why = "sleeping servers free the buffers of NCCL"
+            why = "frees NCCL's buffers in sleeping servers"
             self._add("server.enable_nccl_comm_suspend", True, why)
         return server
 
@@ -291,7 +291,7 @@ class Fit:
         why = f"sequences of a step; an iteration has {counted(samples, 'sample')} for a server"
         if serving.sequences < wanted:
             long = f"{self.sample:,.0f} tokens"
-            why = f"sequences of a step; the cache has no room for more of {long} (assumed)"
+            why = f"sequences of a step; the cache has room for no more of {long} (assumed)"
         elif samples < _VLLM_SEQUENCES:
             why += ", and vLLM takes no fewer by itself"
         self._add("server.max_num_seqs", serving.sequences, why)
@@ -334,7 +334,7 @@ class Fit:
             peak, settings = min(found, key=lambda one: one[0])
         why = f"{gib(peak)} of {gib(self.memory)} at the trainer's peak"
         if kept:
-            why += f", next to {gib(kept)} that servers keep"
+            why += f", next to {gib(kept)} kept by servers"
         for name, value in settings.items():
             self._add(f"training.{name}", value, why)
         return peak
@@ -391,12 +391,12 @@ class Fit:
             return
         sync, meanwhile = self.placed.from_files
         have = f"the machine's {gib(self.host)} of memory"
-        room = f"without files, {gib(held)} of {have} would be needed"
+        room = f"without files, ttrl would need {gib(held)} of {have}"
         self.values["weight_sync"] = sync
         self.reasons["weight_sync"] = f"{meanwhile}; {room}"
         every = self.given.save_every
         if every > 1:
-            why = f"not {every}, as servers read the files of each iteration: {room}"
+            why = f"not {every}, because servers read the files of each iteration: {room}"
             self.values["save_every"] = 1
             self.reasons["save_every"] = why
 
@@ -413,11 +413,13 @@ class Fit:
                     other = "a sleeping server keeps"
                 who += f", and {other} {gib(kept)}"
             spare = f"{1 - _MOST:.0%} must stay free, for gaps between tensors"
-            return f"does not fit: {who}, which has {whole}; {spare}"
+            return f"does not fit: {who}, but a GPU has {whole}; {spare}"
         if config.servers_here and server.needed > served:
             parallel = f"tensor_parallel_size {server.serving.tensor_parallel}"
             what = f"{gib(server.needed)} of each GPU for weights and cache ({parallel})"
-            return f"does not fit: a server needs {what}, and can have {gib(served)} of {whole}"
+            return (
+                f"does not fit: a server needs {what}, but can have only {gib(served)} of {whole}"
+            )
         others = self.waiting + sum(beyond_budget(server.serving).values())
         if config.servers_here and not self.together and served + others > self.memory:
             budget = f"gpu_memory_utilization gives a server {gib(served)} of {whole}"
@@ -429,7 +431,7 @@ class Fit:
             # The trainer works there. Files can replace memory for parts merely waiting there.
             held = self._held_in_host(config)
             if held > self.host:
-                room = f"the machine's own memory, which has {gib(self.host)}"
+                room = f"the machine's own memory, but that is {gib(self.host)}"
                 return f"does not fit: {there[0]} needs {gib(held)} of {room}"
         return None
 
@@ -443,10 +445,10 @@ def _missing(config: TrainConfig, serving: int, count: int, each: int) -> str | 
         has = f"this machine has {there}; each process needs one of its own"
         return f"nproc_per_node is {processes}, but {has}"
     if config.placement == "split" and processes >= count and servers:
-        none = f"of {there} none is left to serve"
+        none = f"with {there}, none is left to serve"
         return f"placement is 'split' with nproc_per_node {processes}, but {none}"
     if servers * each > serving:
-        few = f"of {there} {serving} can serve; ask for fewer"
+        few = f"of {there}, {serving} can serve; ask for fewer"
         return f"servers is {servers}, with {each} GPUs each, but {few}"
     return None
 

@@ -124,16 +124,16 @@ def sheets_named(text: str) -> tuple[int, Sheet]:
     if sheet is not None:
         return count, sheet
     if _NO_BF16 & set(_words(name)):
-        newer = "take compute capability 8.0 or later, such as A10, A100 or RTX3090"
+        newer = "choose compute capability 8.0 or later, such as A10, A100 or RTX3090"
         raise UserError(f"gpu {text!r} computes no bf16, and plans are for bf16; {newer}")
     known = ", ".join(one.name for one in SHEETS)
-    raise UserError(f"gpu {text!r} is not known; known are {known}, and sizes such as 1x24GB")
+    raise UserError(f"gpu {text!r} is unknown; choose one of {known}, or a size such as 1x24GB")
 
 
 def _of_size(gigabytes: int) -> Sheet:
     """Return a sheet for any GPU of a size: the nearest one's speed, with the requested memory."""
     if not gigabytes:
-        raise UserError("a GPU of 0 GB holds nothing; name its memory, such as 1x24GB")
+        raise UserError("a GPU of 0 GB holds nothing; give its memory, such as 1x24GB")
     memory = gigabytes * 1e9
     usual_first = sorted(SHEETS, key=lambda one: one.name not in _USUAL)
     nearest = min(usual_first, key=lambda one: abs(math.log(one.memory / memory)))

@@ -44,7 +44,10 @@ def choose(
     if not gpus or config.device == "cpu":
         if config.placement != "split":
             return Choices(config)
-        why = "which divides GPUs among trainer and servers, and this runs on the CPU; leave it out"
+        why = (
+            "but this runs on the CPU, with no GPUs to divide among trainer and servers; leave it "
+            "out"
+        )
         return Choices(config, problem=f"placement is 'split', {why}")
     tried = []
     for placed in _placements(model, config, len(gpus)):
@@ -78,7 +81,7 @@ def refused(choices: Choices) -> list[str]:
     if os.environ.get(IGNORE_VARIABLE, "") not in ("", "0"):
         return []
     unconfirmed = "no GPU has confirmed these estimates"
-    return [f"{choices.problem} ({IGNORE_VARIABLE}=1 tries it all the same: {unconfirmed})"]
+    return [f"{choices.problem} ({IGNORE_VARIABLE}=1 tries anyway: {unconfirmed})"]
 
 
 def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> Iterator[Placed]:
@@ -119,7 +122,7 @@ def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> It
     else:  # about half of them, rather more than fewer
         fewer = [number for number in usable if number < count]
         trainers = sorted(fewer, key=lambda number: (abs(number - count / 2), -number)) or [1]
-    reasons["nproc_per_node"] = f"one on each GPU that trains; {counted(count, 'GPU')} in all"
+    reasons["nproc_per_node"] = f"one per training GPU; {counted(count, 'GPU')} in all"
     for number in trainers:
         if placement == "colocated":
             serving = count
@@ -160,7 +163,7 @@ def _changes(model: Mapping[str, Any], config: TrainConfig) -> Iterator[tuple[st
         half = config.seq_len // 2
         yield f"seq_len: {half}", dataclasses.replace(config, seq_len=half)
     if config.placement != "split" and not config.off_policy_steps:
-        stopped = "weight_sync: restart, so that servers leave nothing on the GPUs"
+        stopped = "weight_sync: restart, to leave nothing of the servers on the GPUs"
         yield stopped, dataclasses.replace(config, weight_sync="restart")
     yield "training.cpu_offload: true (slow)", with_values(config, {"training.cpu_offload": True})
     backward = {"training.optimizer_in_backward": True, "training.max_grad_norm": None}

@@ -159,7 +159,7 @@ def plan_text(plan: Plan) -> str:
     if plan.chosen:
         lines.append(
             "\nChosen for these GPUs"
-            + (", on which it does not fit even so" if plan.does_not_fit else "")
+            + (", but even so it does not fit" if plan.does_not_fit else "")
         )
         for name, text in plan.chosen.items():
             lines += textwrap.wrap(
@@ -201,7 +201,7 @@ def _iteration(plan: Plan) -> list[str]:
     if plan.with_server:
         assumed = ""
     else:
-        assumed = " (assumed: a recipe's config does not say)"
+        assumed = " (assumed: a recipe's config does not set it)"
     lines = _row("samples", f"{work.samples:,} = {work.tasks} tasks × {per_task}{assumed}")
     lines += _row(
         "tokens sampled",
@@ -334,9 +334,9 @@ def _time(plan: Plan) -> list[str]:
                 continue
             note = ""
             if name == "other" and phase.seconds > 1 and plan.memory.held_out:
-                note = "; files that are still being written"
+                note = "; for files still being written"
             if name == "validate" and plan.validate_every > 1:
-                note = f"; a share of what every {plan.validate_every} iterations take"
+                note = f"; a share of the time of every {plan.validate_every} iterations"
             source = _SOURCES[phase.source] + note
             lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {source}")
         together = (

@@ -96,7 +96,7 @@ def _gpu_here(dtype: str, product: tuple[int, int]) -> Machine:
     gpus = devices_here()
     if not gpus:
         raise UserError(
-            "device is cuda, and there is no GPU here; name one to plan for (--gpu H100)"
+            "device is cuda, but this machine has no GPU; choose one to plan for (--gpu H100)"
         )
     first = gpus[0]
     sheet = sheet_of(first.name)

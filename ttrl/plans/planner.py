@@ -194,7 +194,7 @@ def make_plan(
         *(() if choices.problem is None else [choices.problem]),
         *(
             [
-                "the run's measured seconds do not count for this plan, which differs in "
+                "the plan ignores the run's measured seconds, because it differs in "
                 f"{', '.join(others[:6])}"
             ]
             if others
@@ -286,8 +286,7 @@ def check_trainable(model: str, *, experts: bool = False) -> None:
     config = read_config(file.parent if file.name == "config.json" else file)
     if experts and not has_experts(config.to_dict()):
         raise ModelFolderError(
-            f"{file}: the model has no experts, so router_replay has nothing to replay; leave it "
-            "out"
+            f"{file}: the model has no experts, so router_replay has no effect; leave it out"
         )
 
 
@@ -327,8 +326,8 @@ def config_file(model: str) -> Path:
         return path
     if model.count("/") != 1 or model.startswith((".", "/")):
         raise ModelFolderError(
-            f"{model}: there is no model folder or config.json there, and it is not a name of "
-            "`ttrl models` or on the hub"
+            f"{model}: no model folder, no config.json, and not a name of `ttrl models` or on the "
+            "hub"
         )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -340,11 +339,9 @@ def config_file(model: str) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         why = NO_HUB if offline else error
         raise ModelFolderError(
-            f"{model}: not a model folder, and config.json could not be fetched from the hub: "
-            f"{why}. "
-            "Give a model folder; a plan needs no more than its config.json. `ttrl plan` knows "
-            "without "
-            f"the hub: {', '.join([*READY_MODELS, *_published()])}"
+            f"{model} is not a model folder, and its config.json could not be fetched from the "
+            f"hub: {why}. Give a model folder; for a plan, its config.json is enough. Without the "
+            f"hub, `ttrl plan` knows {', '.join([*READY_MODELS, *_published()])}"
         ) from error
 
 
@@ -387,10 +384,9 @@ def _not_known(model: Mapping[str, Any]) -> str:
     """Warn about a model counted as a family it may not belong to."""
     kind = model_settings(model).get("model_type")
     return (
-        f"the model type {kind!r} is not known to the planner: parameters, FLOPs and memory are "
-        "those of a plain dense "
-        "decoder of its width, without experts or recurrences; measure with --probe, or compare "
-        "with its files' sizes"
+        f"the planner does not know the model type {kind!r}: it counts parameters, FLOPs and "
+        "memory of a plain dense decoder of the same width, without experts or recurrences. "
+        "Measure with --probe, or compare with the sizes of its files"
     )
 
 
@@ -472,7 +468,7 @@ def _tokenizer_of(config: TrainConfig) -> Any:
             config.model, local_files_only=hub_is_out_of_reach()
         )
     except (OSError, ValueError):
-        assumed = "lengths of prompts are assumed, not counted in the tasks"
+        assumed = "prompt lengths are assumed, not counted in the tasks"
         note(f"{config.model} has no tokenizer here; {assumed}")
         return None
     if config.chat_template is not None:

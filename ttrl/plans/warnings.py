@@ -37,12 +37,12 @@ def warnings_of(
     found += _files(config, memory, disk, seconds) + _held_out(config, work)
     if recipe.lora_rank is not None and has_experts(model):
         found.append(
-            "experts stay frozen: adapters go on attention and on layers that every token passes "
+            "experts stay frozen: adapters change attention and the layers of every token "
             "(lora_targets)"
         )
     if tasks is not None and tasks < config.tasks_per_iteration:
         found.append(
-            f"too few tasks: an iteration takes {config.tasks_per_iteration}, and there are "
+            f"too few tasks: an iteration needs {config.tasks_per_iteration}, but there are "
             f"{tasks}; lower tasks_per_iteration"
         )
     elif tasks is not None and config.tasks_per_iteration * config.iterations > 20 * tasks:
@@ -81,14 +81,13 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
             ways.insert(0, 'server: {"gpu_memory_utilization": ...} gives the server less')
         if memory.together and config.off_policy_steps:
             ways.append(
-                "off_policy_steps: 0 with weight_sync: restart stops the server while the "
-                "trainer works"
+                "off_policy_steps: 0 with weight_sync: restart stops the server during training"
             )
         elif memory.together and config.weight_sync != "restart":
-            ways.append("weight_sync: restart stops the server while the trainer works")
+            ways.append("weight_sync: restart stops the server during training")
         if memory.together and machine.cuda and config.resolved_trainer_memory("cuda") == "keep":
             ways.append(
-                "trainer_memory: free gives the trainer's memory to the server while that works"
+                "trainer_memory: free lends the trainer's memory to the server during sampling"
             )
         found.append(
             f"does not fit: {who} more than the {gib(memory.available)} {where}; " + "; ".join(ways)
@@ -105,16 +104,15 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
         parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.host.items())
         found.append(
             f"does not fit into the machine's own memory: {gib(sum(memory.host.values()))} of "
-            f"{gib(memory.host_available)} are "
-            f"needed ({parts}), and what finds no room is read from files in each iteration; "
-            "adapters (lora_rank) and optimizer: "
-            "adamw_8bit need less, placement: split parks nothing"
+            f"{gib(memory.host_available)} are needed ({parts}), and each iteration reads the rest "
+            "from files; adapters (lora_rank) and optimizer: adamw_8bit need less, placement: "
+            "split parks nothing"
         )
     if memory.server_parts and memory.server_parts.get("weights", 0.0) > memory.available:
         if machine.cuda:
             way = "use more GPUs (server: tensor_parallel_size)"
         else:
-            way = "take a smaller model, or dtype: bf16"
+            way = "choose a smaller model, or dtype: bf16"
         found.append(f"the server cannot even hold the weights; {way}")
     return found
 
@@ -138,15 +136,13 @@ def _lengths(model: Mapping[str, Any], config: TrainConfig, work: Work) -> list[
     context = config.context or model_settings(model).get("max_position_embeddings")
     if isinstance(context, int) and longest > context:
         found.append(
-            f"the longest prompt and max_tokens are {longest} tokens together, more than the "
-            f"server's context of {context}: "
-            "such requests are refused; lower max_tokens"
+            f"the longest prompt and max_tokens are {longest} tokens together, but the server's "
+            f"context is {context}: it refuses such requests; lower max_tokens"
         )
     if work.rows > 1 and work.fill < _BADLY_FILLED:
         found.append(
-            f"rows are badly filled: {100 * work.fill:.0f}%; another seq_len fits the groups "
-            "better (a group of the mean size "
-            "takes "
+            f"rows are only {100 * work.fill:.0f}% full; another seq_len fits the groups better (a "
+            "group of the mean size takes "
             f"{work.prompt_mean + work.samples / max(1, work.tasks) * work.completion_mean:,.0f} "
             "positions)"
         )
@@ -160,14 +156,13 @@ def _cache(config: TrainConfig, work: Work, memory: PlannedMemory) -> list[str]:
     if memory.cache_tokens < longest:
         return [
             f"the server's cache has room for {memory.cache_tokens:,} tokens, fewer than one "
-            f"sample of {longest:,}: it will not "
-            "start, or refuse; give it more memory (server: gpu_memory_utilization, on CPU "
-            "VLLM_CPU_KVCACHE_SPACE)"
+            f"sample of {longest:,}: it will not start, or refuse requests. Give it more memory "
+            "(server: gpu_memory_utilization, on CPU VLLM_CPU_KVCACHE_SPACE)"
         ]
     if memory.sequences < 4 <= work.samples:
         return [
-            f"only {memory.sequences} samples fit into the server's cache at the same time, so "
-            "that sampling will be slow"
+            f"only {memory.sequences} samples at a time fit into the server's cache, so sampling "
+            "will be slow"
         ]
     return []
 
@@ -176,9 +171,9 @@ def _disk(disk: Mapping[str, float]) -> list[str]:
     if "free" not in disk or disk["most"] <= disk["free"]:
         return []
     return [
-        f"the disk is too small: the run needs up to {gib(disk['most'])}, and "
-        f"{gib(disk['free'])} are free; "
-        "checkpoint_dtype: bf16 halves checkpoints, adapters (lora_rank) make states small"
+        f"the disk is too small: the run needs up to {gib(disk['most'])}, but only "
+        f"{gib(disk['free'])} are free. checkpoint_dtype: bf16 halves checkpoints; adapters "
+        "(lora_rank) make states small"
     ]
 
 
@@ -194,11 +189,10 @@ def _files(
         return []
     fewer = 5 * config.save_every
     return [
-        f"files hold up every iteration: {gib(disk['checkpoint'] + disk['state'])} are written "
-        "beside the next one's sampling, "
-        f"which waits for them for {waiting.seconds:.0f} s; save_every: {fewer} leaves "
-        f"{waiting.seconds / 5:.0f} s, and a run "
-        f"that is killed trains up to {fewer - 1} iterations again, without sampling again"
+        f"files delay every iteration: writing {gib(disk['checkpoint'] + disk['state'])} takes "
+        f"{waiting.seconds:.0f} s longer than the next iteration's sampling. save_every: {fewer} "
+        f"reduces this to {waiting.seconds / 5:.0f} s; a killed run then trains up to {fewer - 1} "
+        "iterations again, without sampling again"
     ]
 
 
@@ -210,7 +204,7 @@ def _held_out(config: TrainConfig, work: Work) -> list[str]:
     sizes = f"{held_out:,} in a validation, and {work.samples:,} in an iteration"
     return [
         f"more held-out samples than others: {sizes}, with validate_every {config.validate_every}; "
-        f"validate_every: {often} makes them a quarter of these"
+        f"with validate_every: {often}, they are a quarter"
     ]
 
 
@@ -220,14 +214,13 @@ def _idle(config: TrainConfig, recipe: GRPOConfig, work: Work) -> list[str]:
     rows_of_step = work.filled_rows / max(1, work.optimizer_steps)
     if work.rows and rows_of_step < ranks:
         found.append(
-            f"processes will be idle: an optimizer step has {rows_of_step:.1f} rows for {ranks} "
-            "processes; take a "
-            "smaller seq_len, fewer updates_per_iteration, or fewer processes"
+            f"some processes will be idle: an optimizer step has {rows_of_step:.1f} rows for "
+            f"{ranks} processes; use a smaller seq_len, fewer updates_per_iteration, or fewer "
+            "processes"
         )
     if 0 < work.filled_rows < recipe.updates_per_iteration:
         found.append(
-            f"updates_per_iteration is {recipe.updates_per_iteration}, but an iteration has "
-            f"{work.filled_rows} rows, so that "
-            f"{work.filled_rows} updates are made"
+            f"updates_per_iteration is {recipe.updates_per_iteration}, but an iteration has only "
+            f"{work.filled_rows} rows, so ttrl makes {work.filled_rows} updates"
         )
     return found

@@ -36,7 +36,7 @@ def changes_text(compared: ReplayComparison, width: int) -> str:
             shown = ""
         else:
             shown = f", {TASKS_SHOWN} of {len(tasks)}"
-        parts.append(f"Tasks whose rewards changed the most{shown}:")
+        parts.append(f"Tasks with the largest changes of reward{shown}:")
         parts += [line for task in tasks[:TASKS_SHOWN] for line in _task(task, width)]
     return "\n".join(parts)
 
@@ -109,10 +109,9 @@ def _sentences(compared: ReplayComparison, width: int) -> list[str]:
         )
     if total.pairs_ordered or total.pairs_untied:
         said.append(
-            f"Pairs within groups: of {total.pairs_ordered} that the old rewards put in order, "
-            f"{total.pairs_kept} kept it, "
-            f"{total.pairs_flipped} flipped, {total.pairs_tied} are equal now; "
-            f"{total.pairs_untied} that were equal differ now."
+            f"Pairs within groups: of {total.pairs_ordered} in order by the old rewards, "
+            f"{total.pairs_kept} kept it, {total.pairs_flipped} flipped, {total.pairs_tied} became "
+            f"equal; {total.pairs_untied} equal pairs became different."
         )
     names = sorted(total.metrics_before.keys() | total.metrics_after.keys())
     if names:
@@ -123,13 +122,13 @@ def _sentences(compared: ReplayComparison, width: int) -> list[str]:
         said.append(f"Metrics: {', '.join(shown)}{', …' if len(names) > 8 else ''}.")
     counted = [
         (total.newly_failed, "had a reward and have none now: the grader failed"),
-        (total.newly_graded, "have a reward now, where the old grader had failed"),
-        (total.still_failed, "failed before and have no reward now either"),
+        (total.newly_graded, "have a reward now, after a failure of the old grader"),
+        (total.still_failed, "failed before, and have no reward now either"),
         (total.unfinished, "are unfinished (token budget) and have no grade"),
         (total.left_out, "have no task and were left out"),
         (
             compared.tool_calls,
-            "ended in tool calls, which a run does not keep: graded by their text alone",
+            "ended in tool calls; the run did not store these, so their text was graded",
         ),
     ]
     said += [f"{count} rollouts {what}." for count, what in counted if count]

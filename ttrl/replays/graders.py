@@ -37,7 +37,7 @@ class Regrader:
     ) -> None:
         """Take exactly one of the two. Raises UserError if it cannot be found, imported, called."""
         if (grader is None) == (tasks is None):
-            raise UserError("a replay needs a grader or tasks with graders, and only one of them")
+            raise UserError("give a grader, or tasks with graders, but not both")
         given: Any = grader if tasks is None else tasks
         self.kind = "grader" if tasks is None else "tasks"
         self.by_name = isinstance(given, str)
@@ -58,9 +58,8 @@ class Regrader:
             if without:
                 raise TaskError(
                     f"--tasks {self.reference}: {len(without)} of {len(listed)} have no grader, "
-                    f"such as {without[0]!r}, as their "
-                    "rollout returns the reward; to grade their conversations again give a "
-                    "grader: --grader, or Task(grader=…)"
+                    f"such as {without[0]!r}: their rollout returns the reward. To grade their "
+                    "conversations again, set --grader, or Task(grader=…)"
                 )
             # Of equal ones the first.
             self._tasks = {task_key(task.id, task.messages): task for task in reversed(listed)}
@@ -147,10 +146,10 @@ def _relative(path: Path) -> str:
 def _arguments(grader: Any, shown: str) -> Literal["choice", "choice, sample", "choices"]:
     """Return a grader's arguments. Raises UserError for anything but a grader."""
     if inspect.isclass(grader):
-        raise UserError(f"grader {shown} is a class; give an instance of it, or a function")
+        raise UserError(f"grader {shown} is a class; give an instance, or a function")
     if not callable(grader):
         raise UserError(
-            f"grader {shown} cannot be called (it is of type {type(grader).__name__}); give a "
+            f"grader {shown} is of type {type(grader).__name__} and cannot be called; give a "
             "function of the choice"
         )
     try:
@@ -168,7 +167,7 @@ def _arguments(grader: Any, shown: str) -> Literal["choice", "choice, sample", "
     names = list(signature.parameters)
     if not accepts(1) and not accepts(2):
         raise UserError(
-            f"grader {shown} takes ({', '.join(names)}); a grader takes (choice), or (choice, "
+            f"grader {shown} takes ({', '.join(names)}); a grader must take (choice) or (choice, "
             "sample)"
         )
     if names[:1] == ["choices"] and accepts(1):

@@ -123,14 +123,13 @@ def _with_task(
     )
     shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
     if any(regrader.knows_id(name) for name in names):
-        shown += " (for some there is a task of that id, but with other messages)"
+        shown += " (some ids match, but with other messages)"
     if len(names) == 1:
         count = f"1 task of iteration {number} is"
     else:
         count = f"{len(names)} tasks of iteration {number} are"
     raise TaskError(
-        f"{count} not among those of {regrader.reference}: {shown}; give the tasks that the run "
-        "was sampled with, or leave their "
+        f"{count} not in {regrader.reference}: {shown}; give the run's tasks, or leave these "
         "rollouts out with --skip-missing"
     )
 

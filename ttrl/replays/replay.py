@@ -100,9 +100,11 @@ def replay(
     Raises UserError, TaskError, RunFolderError and ModelFolderError for wrong arguments,
     GraderError if every rollout of an iteration fails in the grader, TrainerError and
     StorageError.
+
+        changed = replay("runs/sums", grader="my_graders.py:strict", iterations="3-5")
     """
     if from_checkpoints and not train:
-        raise UserError("--from-checkpoints says how to train; give --train with it")
+        raise UserError("--from-checkpoints applies to training; add --train, or leave it out")
     check_run_folder(Path(run))
     original = RunFolder(run)
     console = Console(quiet=quiet)
@@ -117,7 +119,7 @@ def replay(
     if train:
         if regrader.only_evaluates:
             raise UserError(
-                f"--train with {regrader.reference}, which is for evaluation alone: "
+                f"--train with {regrader.reference}: this grader is for evaluation only: "
                 f"{regrader.only_evaluates}; leave --train out"
             )
         from ttrl.replays.training import ReplayTraining  # loads torch; grading needs none
@@ -147,13 +149,13 @@ def replay(
                     what = f"{done} of {len(numbers)} iterations"
                 else:
                     what = "all iterations"
-                console.line(f"{folder.path}: {what} graded before; --again grades anew")
+                console.line(f"{folder.path}: {what} graded before; --again grades all again")
             if todo:
                 if len(todo) == 1:
                     count = "1 iteration"
                 else:
                     count = f"{len(todo)} iterations"
-                console.line(f"Grading {count} of {original.path} again with {regrader.reference}")
+                console.line(f"Grading {count} of {original.path} with {regrader.reference}")
                 # Before any grading, to name the grader of every grade.
                 write_json(folder.path / FILE_NAME, {**before, **written})
                 grade(
@@ -174,7 +176,8 @@ def replay(
         kept = compared.tasks[:_TASKS_KEPT]
         if total.left_out == total.rollouts:
             raise TaskError(
-                f"no rollout of {original.path} has a task among those of {regrader.reference}"
+                f"no rollout of {original.path} has a task in {regrader.reference}; give the run's "
+                "tasks"
             )
         written |= {
             "iterations": [dataclasses.asdict(one) for one in compared.iterations],
@@ -231,7 +234,9 @@ def _chosen(original: RunFolder, iterations: str | Iterable[int] | None) -> list
             have = f"{there[0]} to {there[-1]}"
         else:
             have = ", ".join(map(str, there))
-        raise UserError(f"iterations {shown} have no rollouts in {original.path}; there are {have}")
+        raise UserError(
+            f"iterations {shown} have no rollouts in {original.path}; choose from {have}"
+        )
     return wanted
 
 
@@ -241,7 +246,10 @@ def _parsed(text: str) -> list[int]:
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
         if found is None or int(found[2] or found[1]) < int(found[1]):
-            raise UserError(f"iterations {text!r}: give numbers and ranges, such as 3-5 or 1,3,7-9")
+            raise UserError(
+                f"iterations {text!r} cannot be read; give numbers and ranges, such as 3-5 or "
+                "1,3,7-9"
+            )
         numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
     return sorted(numbers)
 
@@ -257,7 +265,7 @@ def _check_output(path: Path) -> None:
     else:
         there = set()
     if path.is_file() or (there and FILE_NAME not in there):
-        raise RunFolderError(f"{path} is there already and is not a replay; give another --output")
+        raise RunFolderError(f"{path} exists and is not a replay; give another --output")
 
 
 def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> Mapping[str, Any]:
@@ -277,9 +285,8 @@ def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> Mapping[str, A
         return before
     if not again:
         raise RunFolderError(
-            f"{folder.path} holds a replay with another grader, or with another version of its "
-            "file; give another --output, or "
-            "--again to replace it"
+            f"{folder.path} holds a replay with another grader, or another version of its file; "
+            "give another --output, or --again to replace it"
         )
     for entry in folder.path.iterdir():
         if entry.name not in LEASE_FILES:
@@ -293,9 +300,8 @@ def _is_graded(folder: RunFolder, original: RunFolder, number: int) -> bool:
         original.iteration(number).path / "rollouts.jsonl"
     ):
         raise RunFolderError(
-            f"{folder.path} was made from other rollouts of iteration {number} than "
-            f"{original.path} holds now; give another "
-            "--output, or --again to replace it"
+            f"{folder.path} does not match iteration {number} of {original.path}: its rollouts "
+            "have changed since; give another --output, or --again to replace it"
         )
     return marker is not None
 

@@ -29,11 +29,13 @@ from ttrl.text import percent
 from ttrl.weights.policy_server import PolicyServer
 
 _FROM_CHECKPOINTS = (
-    "Training again, each iteration from the checkpoint of the run that sampled its rollouts."
+    "Training again, each iteration from the run's own checkpoint of its sampling policy."
 )
 _CHAIN = "Training again on the new grades, each iteration from the one before."
-_OFF_POLICY = """After iteration {} the rollouts are another policy's (off-policy): the run's, not that of this training.
-Ratios are taken to the sampler's log-probabilities; the effective sample size says how far apart they are."""  # noqa: E501
+_OFF_POLICY = (
+    "After iteration {}, the rollouts are off-policy: the run's policy sampled them, not ours.\n"
+    "Ratios use the sampler's log-probabilities; the effective sample size shows how they differ."
+)
 _HOW = {
     "checkpoints": "each iteration from the run's own checkpoint",
     "chain": "each iteration from the one before",
@@ -66,11 +68,9 @@ class ReplayTraining(RunFolder):
             ]
             raise RunFolderError(
                 f"{original.path} no longer has the checkpoint and optimizer state of iteration "
-                f"{', '.join(map(str, missing[:8]))}{', …' if missing[8:] else ''}, from which "
-                "the next one is trained (a run "
-                "keeps its newest keep_checkpoints); training can start at iteration "
-                f"{', '.join(map(str, there))}: choose with "
-                "--iterations"
+                f"{', '.join(map(str, missing[:8]))}{', …' if missing[8:] else ''}, from which the "
+                "next iteration trains (a run keeps its newest keep_checkpoints). Training can "
+                f"start at iteration {', '.join(map(str, there))}: choose with --iterations"
             )
 
     def _original_policy(self, number: int) -> int | None:
@@ -208,7 +208,7 @@ def _starting_model(original: RunFolder, config: TrainConfig) -> Path:
         path = folder / Path(name).relative_to("checkpoint")
         if not path.is_file() or digest(path) != expected:
             raise RunFolderError(
-                f"{path} is not the model that {original.path} started from: its weights differ; "
-                "put them back"
+                f"{path} is not the starting model of {original.path}: its weights differ; restore "
+                "them"
             )
     return folder

@@ -149,13 +149,12 @@ class RunComparison:
             where = how_many
         if self.apart is None:
             return (
-                f"compared at {where}, as far as all runs went, on {self.num_tasks} held-out "
-                "tasks that all were asked"
+                f"compared at {where}, the furthest point of all runs, on {self.num_tasks} shared "
+                "held-out tasks"
             )
         return (
-            f"compared seed by seed at {where} or more, as far as all arms went, at most "
-            f"{100 * self.apart:.2f}% apart, on "
-            f"{self.num_tasks} held-out tasks that all were asked"
+            f"compared seed by seed at {where} or more, the furthest point of all arms, at most "
+            f"{100 * self.apart:.2f}% apart, on {self.num_tasks} shared held-out tasks"
         )
 
     def verdicts(self) -> list[str]:
@@ -256,7 +255,7 @@ def compare_runs(
     Raises RunFolderError for other folders, UserError with nothing to compare: fewer than two runs,
     other held-out tasks or metrics, no figures for `by`."""
     if len(folders) < 2:
-        raise UserError("one run alone cannot be compared; name two or more")
+        raise UserError("only one run to compare; give two or more")
     if not 0.5 <= confidence <= 0.9999:
         raise UserError(
             f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95"
@@ -269,8 +268,7 @@ def compare_runs(
             f"{folder}: {'none' if one is None else one.name}" for folder, one in metrics.items()
         )
         raise UserError(
-            f"the runs have no held-out metric in common ({listed}); give them the same "
-            "validation_metric"
+            f"the runs share no held-out metric ({listed}); give them the same validation_metric"
         )
     name = str(names.pop())
     reach = [max((x for x in spent(run)[by] if x is not None), default=None) for run in runs]
@@ -355,8 +353,8 @@ def _ruled_out(difference: Difference) -> str:
     """State the difference still possible if none was seen."""
     if difference.low <= 0 <= difference.high:
         most = max(abs(difference.low), abs(difference.high))
-        return f"more than {most:.3f} either way is ruled out"
-    return f"chance does as much in {100 * difference.p_value:.2g}% of the cases"
+        return f"a difference of more than {most:.3f} either way is ruled out"
+    return f"by chance in {100 * difference.p_value:.2g}% of cases"
 
 
 def _apart(points: Sequence[Point], seeds: Sequence[int], by: By) -> float:
@@ -371,25 +369,24 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
     notes = []
     if len(arms) == 1:
         notes.append(
-            "the runs differ in nothing but their seeds: one arm, and nothing to compare it with"
+            "the runs differ only in their seeds: they are one arm, and there is no other to "
+            "compare"
         )
     if len(arms) > 1 and min(len(arm.points) for arm in arms) < 2:
         notes.append(
-            "an arm has one seed: its differences tell two runs apart, not their settings, as runs "
-            "that differ in the seed alone may differ as much; give every arm three seeds or more "
-            "(`ttrl sweep`)"
+            "an arm has one seed: its differences tell two runs apart, not their settings, "
+            "because seeds may differ as much; use three seeds or more per arm (`ttrl sweep`)"
         )
     if shared < _FEW_TASKS:
         tasks = counted(shared, "held-out task")
-        notes.append(f"only {tasks}: each of them is {1 / shared:.2g} of the score")
+        notes.append(f"only {tasks}: each is {1 / shared:.2g} of the score")
     others = len({task for point in points for task in point.scores}) - shared
     if others:
         notes.append(
-            f"{others} held-out tasks were not asked in all runs, or have no grade there, and "
-            "are left out"
+            f"{others} held-out tasks are left out: not asked in all runs, or without a grade"
         )
     if len(arms) > 2:
-        notes.append(f"{len(arms) - 1} differences: by chance alone, one in twenty has p < 0.05")
+        notes.append(f"{len(arms) - 1} differences: by chance, one in twenty has p < 0.05")
     return notes
 
 
@@ -402,7 +399,7 @@ def _point(run: RunData, by: By, reached: float, name: str) -> Point:
         if x is not None and x <= reached and run.iterations[k] in there
     ]
     if not known:
-        raise UserError(f"{run.folder}: nothing was validated up to {compact(reached)} {UNITS[by]}")
+        raise UserError(f"{run.folder}: no validation up to {compact(reached)} {UNITS[by]}")
     place = known[-1]
     scores: Scores = defaultdict(list)
     iteration = run.iterations[place]

@@ -41,7 +41,7 @@ MOST_TEXT = 60_000
 """Characters of the messages of one sample; a conversation of a hundred turns with tools would put
 megabytes on each page.
 """
-_MEANS = {"stop": "going on is of no use", "warn": "learning suffers", "note": "worth knowing"}
+_MEANS = {"stop": "continuing is useless", "warn": "learning suffers", "note": "worth knowing"}
 _ENDINGS = {"length": "cut off at the length limit", "stop": "ended by itself"}
 
 

@@ -129,9 +129,9 @@ def learning(run: RunData) -> list[Figure]:
         Series(label, run.column(metric(name)), 1),
         Series("reward", run.column(metric("reward")), 2, dashed=True),
     ]
-    of_others = "Tasks that are never trained on."
+    of_others = "Tasks the run never trains on."
     if phrases.is_overfit(run):
-        caption = "The very tasks that are trained on (--overfit)."
+        caption = "The training tasks themselves (--overfit)."
     else:
         caption = of_others
     caption += " Iteration 0 is the starting model."
@@ -139,19 +139,17 @@ def learning(run: RunData) -> list[Figure]:
     if how:
         caption += f" Sampled: {how}."
     if band:
-        caption += (
-            " The band: where the mean would lie for other tasks of this kind (95% interval)."
-        )
-    before = "Mean over the samples of each iteration, before that iteration's update."
+        caption += " The band is the 95% interval of the mean over other tasks of this kind."
+    before = "Mean over the samples of each iteration, before its update."
     if run.trained:
         some = (run.trained[-1].partial_metrics or {}).get(name)
     else:
         some = None
     if some:
-        before += f" Not every sample has {name}: the mean is over those that do"
+        before += f" Not every sample has {name}: the mean is over the others"
         before += f", {some} in the newest iteration."
     if phrases.is_overfit(run):
-        title = "Trained tasks, asked again"
+        title = "Training tasks, asked again"
     else:
         title = "Held out"
     return [
@@ -220,15 +218,14 @@ def time(run: RunData) -> list[Figure]:
         *_bars(
             run,
             "Seconds per phase",
-            "Where the time goes: seconds of each iteration. Phases that overlap are counted in "
-            "full.",
+            "Seconds of each iteration. Overlapping phases are counted in full.",
             phases,
             unit=" s",
         ),
         *_lines(
             run,
             "Dead time",
-            "Share of an iteration in which nothing was sampled and nothing was trained.",
+            "Share of an iteration without sampling or training.",
             [Series("dead time", phrases.dead_shares(run), 4)],
             percent=True,
             y_range=(0.0, 1.0),
@@ -237,14 +234,14 @@ def time(run: RunData) -> list[Figure]:
             run,
             "Tokens per second",
             lambda row: row.tokens_per_second,
-            "Sampled tokens, while sampling.",
+            "Sampled tokens per second of sampling.",
             from_zero=True,
         ),
         *_lines(
             run,
             "Utilisation",
-            "FLOP/s of trainer and server as a share of the model's largest matrix product, as "
-            "the trainer measured it here.",
+            "FLOP/s of trainer and server as a share of the speed of the model's largest matrix "
+            "product, as the trainer measured it here.",
             busy,
             percent=True,
             from_zero=True,
@@ -252,9 +249,8 @@ def time(run: RunData) -> list[Figure]:
         *_lines(
             run,
             "Processors at work",
-            "Share of all cores that worked, and of the time in which a GPU ran any kernel "
-            "(NVML): of the whole machine, whoever "
-            "used it, and on the average of each phase.",
+            "Share of busy cores, and of the time with any kernel on a GPU (NVML): over the whole "
+            "machine and all its users, as the average of each phase.",
             [*cores, *gpus],
             percent=True,
             y_range=(0.0, 1.0),
@@ -262,17 +258,16 @@ def time(run: RunData) -> list[Figure]:
         *_lines(
             run,
             "Power",
-            "Watts of all GPUs together, on the average of each phase.",
+            "Watts of all GPUs together, as the average of each phase.",
             watts,
             from_zero=True,
         ),
         *_bars(
             run,
             "FLOPs",
-            "What was computed: prompts read (less what the prefix cache knew) and tokens "
-            "written, held-out samples, forward and "
-            "backward pass, what the backward pass computes again, and the passes before it, of "
-            "policy and reference.",
+            "Computed work: prompts read (without tokens from the prefix cache) and tokens "
+            "written, held-out samples, forward and backward pass, recomputation in the backward "
+            "pass, and the earlier passes of policy and reference.",
             spent,
         ),
     ]
@@ -327,23 +322,23 @@ def sampling(run: RunData) -> list[Figure]:
         ),
     ]
     lengths = run.column(lambda row: ratio(row.completion_tokens, row.samples))
-    correlation = "Correlation within groups: above 0, longer answers get more reward."
-    staleness = "Iterations between the policy that sampled a token and the newest one."
-    extra = "Further tasks that dynamic sampling took for groups with signal."
+    correlation = "Correlation within groups: above 0, longer replies get more reward."
+    staleness = "Iterations between a token's policy and the newest one."
+    extra = "Further tasks for dynamic sampling to find groups with a signal."
     return [
         *_bars(
             run,
             "Groups without signal",
-            "Share of tasks whose samples all got the same reward: they teach nothing and are "
-            "left out.",
+            "Share of tasks with equal rewards for all samples: they teach nothing and are left "
+            "out.",
             groups,
             percent=True,
         ),
         *_bars(
             run,
             "Curriculum",
-            "All tasks, by the samples of their last turn. Where these all got the same reward, "
-            "a task is left out for a while.",
+            "All tasks, by the samples of their last turn. After equal rewards, a task pauses for "
+            "a while.",
             last_turn,
             percent=True,
         ),
@@ -351,13 +346,13 @@ def sampling(run: RunData) -> list[Figure]:
             run,
             "Level",
             lambda row: row.curriculum.level,
-            "The hardest tasks that are sampled so far.",
+            "The hardest level sampled so far.",
             from_zero=True,
         ),
         *_lines(
             run,
             "Endings and repetitions",
-            "Share of the samples. Where tasks are solved, equal answers are as they should be.",
+            "Share of the samples. For solved tasks, equal replies are no problem.",
             endings,
             percent=True,
             from_zero=True,
@@ -365,7 +360,7 @@ def sampling(run: RunData) -> list[Figure]:
         *_lines(
             run,
             "Tokens per completion",
-            "Mean length of what the model answers.",
+            "Mean length of the model's replies.",
             [Series("mean length", lengths)],
             from_zero=True,
         ),
@@ -381,7 +376,7 @@ def sampling(run: RunData) -> list[Figure]:
             run,
             "Unfinished samples",
             lambda row: row.unfinished.samples,
-            "Cut off by the token budget, to be continued.",
+            "Cut off by the token budget and continued later.",
             from_zero=True,
         ),
         *_line(run, "Extra tasks", lambda row: row.extra_tasks, extra, from_zero=True),
@@ -403,7 +398,7 @@ def training(run: RunData) -> list[Figure]:
             3,
         ),
     ]
-    entropy = "Nats per token: how undecided the model is. At zero all its samples are the same."
+    entropy = "Nats per token: how undecided the model is. At zero, all its samples are the same."
     return [
         *_line(run, "Entropy", lambda row: row.train.entropy, entropy),
         *_line(
@@ -418,8 +413,7 @@ def training(run: RunData) -> list[Figure]:
         *_lines(
             run,
             "Clipped tokens",
-            "Share of the tokens whose ratio left the trusted range, so that they gave no "
-            "gradient.",
+            "Share of the tokens without a gradient because their ratio left the trusted range.",
             clipped,
             percent=True,
             from_zero=True,
@@ -438,8 +432,8 @@ def training(run: RunData) -> list[Figure]:
             run,
             "Effective sample size",
             lambda row: row.compared.ess,
-            "Share of the tokens that counts after weighting by trainer/sampler. 100%: what was "
-            "sampled is what is trained.",
+            "Share of the tokens left in effect by the weights trainer/sampler. At 100%, sampler "
+            "and trainer have the same policy.",
             percent=True,
             y_range=(0.0, 1.0),
         ),
@@ -455,9 +449,9 @@ def _apart(run: RunData) -> str:
         f"{name} above {compact(limit)}" for name, limit in named.items() if limit is not None
     )
     text = (
-        "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding "
-        "makes some, more in larger models and in bf16: docs/explanation/drift.md lists what "
-        "healthy runs have."
+        "|Difference| between the sampler's and the trainer's log-probabilities of the sampled "
+        "tokens, in nats. Rounding causes some, more in larger models and in bf16: "
+        "docs/explanation/drift.md lists the figures of healthy runs."
     )
     if beyond:
         text += f" For this run's dtype and device, {beyond} mean other weights or settings"
@@ -486,19 +480,18 @@ def _gradient_noise(run: RunData) -> list[Figure]:
         "prompts of a step", run.column(lambda row: row.gradient_noise.prompts), 2, dashed=True
     )
     scales = (
-        "Prompts at which a step's gradient has as much noise as signal, over the last 16 steps. "
-        "Well below it more prompts a "
-        "step are worth their cost; well above it fewer, and more steps, are."
+        "Number of prompts at which a step's gradient has as much noise as signal, over the last "
+        "16 steps. Well below it, more prompts per step are worth their cost; well above it, use "
+        "fewer prompts and more steps."
     )
     if any(row.gradient_noise.from_sketch for row in run.trained):
         scales += (
-            " Steps of a single microbatch show it in a sketch of the gradient alone, that of "
-            "layers laid between the "
-            "decoder's; rows_per_microbatch decides."
+            " Steps of a single microbatch measure it on a sketch of the gradient, taken at "
+            "layers between the decoder's; rows_per_microbatch decides."
         )
     parts = (
-        "Share of the noise that comes from drawing few samples of each prompt; the rest comes "
-        "from drawing few prompts. " + phrases.allocation(run)
+        "Share of the noise from drawing few samples of each prompt; the rest comes from drawing "
+        "few prompts. " + phrases.allocation(run)
     )
     from_samples = [Series("from samples", run.column(lambda row: row.gradient_noise.from_samples))]
     return [

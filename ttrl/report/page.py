@@ -207,8 +207,7 @@ def _settings(run: RunData) -> list[tuple[str, str]]:
     history = {f"from iteration {line.iteration}": line.changes for line in run.config_history}
     files = {
         "Config (config.yaml)": run.config,
-        "Settings that were changed when the run was continued: before, after "
-        "(config_history.jsonl)": history,
+        "Settings changed on continuing: before, after (config_history.jsonl)": history,
         "Environment (environment.json)": run.environment,
     }
     return [

@@ -112,7 +112,7 @@ def _other_shares(run: RunData, ends: tuple[MetricsRow, MetricsRow]) -> str:
         if before is not None and after is not None and all(0 <= value <= 1 for value in values):
             found.append(f"{name} {percent(before)} → {percent(after)}")
     if found:
-        return f" Held out, too: {', '.join(found[:_OTHERS])}."
+        return f" Also held out: {', '.join(found[:_OTHERS])}."
     return ""
 
 
@@ -204,13 +204,12 @@ def allocation(run: RunData) -> str:
         if prompts is not None and samples is not None and gain is not None:
             if gain < 1.1:
                 return (
-                    "The batch is divided well: no other number of samples would lower its noise "
-                    "by a tenth for the same cost."
+                    "The batch is divided well: no other number of samples per prompt would lower "
+                    "its noise by a tenth at the same cost."
                 )
             return (
-                f"For the cost of a step in tokens, {prompts:.0f} prompts with {samples:.0f} "
-                "samples each (of those that have a "
-                f"signal) would have 1/{gain:.1f} of its noise."
+                f"At the same cost in tokens, a step of {prompts:.0f} prompts with {samples:.0f} "
+                f"samples each (counting those with a signal) would have 1/{gain:.1f} of its noise."
             )
     return ""
 

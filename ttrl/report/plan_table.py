@@ -77,7 +77,7 @@ def outcomes(plan: Plan, metrics: Sequence[MetricsRow]) -> list[PlanOutcome]:
     phases = plan.seconds.phases
     lengths = _FROM[plan.completions_from]
     prompts = _FROM[plan.prompts_from]
-    made = "as the lengths"
+    made = "as for the lengths"
     measured = {name: value.seconds for name, value in measured_in_run(metrics).items()}
     rough = any(phase.source == "rough" for phase in phases.values())
     memory = [row.train.memory_peaks or {} for row in rows]

@@ -85,7 +85,7 @@ def open_pack(
     if run.suffix == ".safetensors" or run.is_file():
         if iteration is not None:
             raise UserError(
-                f"{run} is one pack; give the run folder to choose an iteration ({iteration}) of it"
+                f"{run} is a single pack; to choose iteration {iteration}, give the run folder"
             )
         path = run
         title = run.name
@@ -122,12 +122,10 @@ def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
     if packs:
         has = f"packs: {spans(packs)}"
     else:
-        has = "no iteration of it has a pack so far"
+        has = "no iteration has a pack so far"
     if iteration is None:
         if not packs:
-            raise RunFolderError(
-                f"{run}: there is no {FILE_NAME} in any of its iterations; the pack phase writes it"
-            )
+            raise RunFolderError(f"{run}: no iteration has a {FILE_NAME}; the pack phase writes it")
         iteration = packs[-1]
     elif iteration not in there:
         raise RunFolderError(
@@ -137,7 +135,7 @@ def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
         if iteration == 0:
             why = "it is the model before training"
         else:
-            why = "not packed yet, or none of its groups had a signal"
+            why = "not packed yet, or no group had a signal"
         raise RunFolderError(f"{run}: iteration {iteration} has no {FILE_NAME} ({why}); {has}")
     return data.iteration_folder(iteration) / FILE_NAME, iteration
 
@@ -149,8 +147,8 @@ def _numbers(text: str, count: int) -> list[int]:
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*", part)
         if match is None:
             raise UserError(
-                f"--rows {text!r}: {part.strip()!r} is neither a row nor a range of rows; give "
-                "such as 3, or 0-7, or 0-3,8"
+                f"--rows {text!r}: {part.strip()!r} is neither a row nor a range; give one such as "
+                "3, 0-7 or 0-3,8"
             )
         first = int(match[1])
         last = int(match[2] or match[1])
@@ -159,6 +157,6 @@ def _numbers(text: str, count: int) -> list[int]:
                 rows = f"rows 0 to {count - 1}"
             else:
                 rows = "row 0 alone"
-            raise UserError(f"--rows {text}: {part.strip()} is not there; this pack has {rows}")
+            raise UserError(f"--rows {text}: no row {part.strip()}; this pack has {rows}")
         numbers += range(first, last + 1)
     return list(dict.fromkeys(numbers))

@@ -37,8 +37,8 @@ _SUSPECT = 2
 """After this many deaths a task is suspect. A worker has only one suspect at a time, so only this
 one is blamed for the next death.
 """
-_PAUSE = 1.0
-"""Seconds before asking a missing worker again."""
+PAUSE_SECONDS = 1.0
+"""Before asking a missing worker again."""
 _NEW_SECONDS = 30.0
 """Seconds a reopened worker does not yet count as working, if all others are gone."""
 _CLOSE_SECONDS = 5.0
@@ -65,17 +65,19 @@ async def get_divided_results(
     tasks: Sequence[Task],
     workers: Sequence[tuple[Worker, Client]],
     request: SamplingRequest,
+    pause_seconds: float = PAUSE_SECONDS,
 ) -> TaskResults:
     """Sample and grade tasks as `sample_tasks` does; results come back in task order.
 
     workers: each with its servers, replacing those of the request.
     request: has no token budget and no callbacks of this process except `on_task_done`. Its
         `max_downtime`: seconds to wait for any worker after all are gone.
+    pause_seconds: before asking a missing worker again.
 
     Raises ServerDiedError if none comes back, UserError for a wrong request.
     """
     assert workers and request.token_budget is None and not request.unfinished
-    call = _Call(tasks, workers, request)
+    call = _Call(tasks, workers, request, pause_seconds)
     with call.progress:
         return await call.run()
 
@@ -102,7 +104,9 @@ class _Call:
         tasks: Sequence[Task],
         workers: Sequence[tuple[Worker, Client]],
         request: SamplingRequest,
+        pause_seconds: float,
     ) -> None:
+        self._pause_seconds = pause_seconds
         self._name = uuid.uuid4().hex
         self._request = request
         self._shares = [
@@ -179,17 +183,17 @@ class _Call:
                 logger.warning("%s; its %d unfinished tasks go to other workers", why, had)
             elif not share.is_missed:
                 logger.warning(
-                    "%s; its %d servers stand idle meanwhile", why, len(share.request.clients)
+                    "%s; its %d servers are idle meanwhile", why, len(share.request.clients)
                 )
             share.is_missed = True
             now = time.monotonic()
             works = any(now - other.opened > _NEW_SECONDS for other in self._shares)
             if not works and now - self._heard > self._request.max_downtime:
                 raise ServerDiedError(
-                    f"no sampling worker has been at work for {now - self._heard:.0f} s; the "
-                    f"last words: {why}"
+                    f"no sampling worker has worked for {now - self._heard:.0f} s; the last error: "
+                    f"{why}"
                 )
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(self._pause_seconds)
 
     async def _turns(self, share: _Share) -> None:
         """Give it tasks and take groups, until all is done or its servers are away."""
@@ -245,7 +249,7 @@ class _Call:
         return [position for position in share.jobs if self._deaths[position] >= _SUSPECT]
 
     def _failed(self, job: Job) -> TaskResult:
-        why = f"ServerDiedError: {MOST_DEATHS} sampling workers died while they had this task"
+        why = f"ServerDiedError: {MOST_DEATHS} sampling workers died during this task"
         task = job.task
         version = self._request.weights_version
         messages = [dict(message) for message in task.messages]

@@ -30,6 +30,9 @@ class InferenceEarlyStop:
 
     Tokens without a logprob are skipped; the first causes a warning, and `num_unknown` counts them.
     Raises UserError for values out of range.
+
+    >>> InferenceEarlyStop().ends_at([-20.0] * 30)
+    21
     """
 
     def __init__(self, alpha: float = 0.992, threshold: float = -3.0) -> None:
@@ -133,7 +136,6 @@ class InferenceEarlyStop:
     def _count_unknown(self, count: int) -> None:
         if not self.num_unknown:
             logger.warning(
-                "early stop: the server sends tokens without logprobs; they are passed over "
-                "(num_unknown counts them)"
+                "early stop skips tokens without logprobs from the server (num_unknown counts them)"
             )
         self.num_unknown += count

@@ -111,17 +111,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Parameters a continuation cannot keep, with their neutral values."""
 _WHY = {
-    "presence_penalty": "it counts generated tokens, and those before the cut are prompt then",
-    "frequency_penalty": "it counts generated tokens, and those before the cut are prompt then",
-    "bad_words": "a word over the border would not be seen",
-    "top_logprobs": "a sample keeps no alternatives of its tokens",
-    "tools": "a tool call that is cut in two cannot be read",
-    "response_format": "a grammar would begin anew",
-    "structured_outputs": "a grammar would begin anew",
-    "thinking_token_budget": "it would be counted anew",
-    "repetition_detection": (
-        "it looks at generated tokens, and those before the cut are prompt then"
-    ),
+    "presence_penalty": "it would no longer count the tokens generated before the cut",
+    "frequency_penalty": "it would no longer count the tokens generated before the cut",
+    "bad_words": "the server would miss a word across the cut",
+    "top_logprobs": "a sample stores no alternatives of its tokens",
+    "tools": "a tool call cut in two cannot be read",
+    "response_format": "its grammar would start over",
+    "structured_outputs": "its grammar would start over",
+    "thinking_token_budget": "its count would start over",
+    "repetition_detection": "it would no longer see the tokens generated before the cut",
 }
 
 
@@ -130,6 +128,9 @@ class TokenBudget:
     """Completion tokens a call may sample; a later call continues the unfinished ones.
 
     Raises UserError for invalid numbers, or if both are None.
+
+    >>> TokenBudget.of(100_000)
+    TokenBudget(per_sample=None, total=100000)
     """
 
     per_sample: int | None = None
@@ -173,15 +174,14 @@ def check_continuable(request: ChatRequest) -> None:
     for name, value in parameters.items():
         if value is None or name in _SAME or name in _DONE or value in _NEUTRAL.get(name, ()):
             continue
-        why = _WHY.get(name, "nothing is known of how it would go on")
+        why = _WHY.get(name, "ttrl does not know how it would continue")
         raise UserError(
-            f"params[{name!r}] is {value!r}, and completions cut off by a token budget cannot go "
-            f"on with it: {why}"
+            f"params[{name!r}] is {value!r}, but completions cut off by a token budget cannot "
+            f"continue with it: {why}"
         )
     if parameters.get("min_tokens") and parameters.get("stop"):
         raise UserError(
-            "params: min_tokens together with stop strings cannot be continued exactly; leave "
-            "one out"
+            "params: min_tokens with stop strings cannot be continued exactly; leave one out"
         )
 
 
@@ -225,8 +225,8 @@ class ContinueAttempt(CountedAttempt):
             sample.logprobs is None or len(sample.logprobs) != len(sample.token_ids)
         ):
             raise TokenizationError(
-                f"{place}: it was sampled without logprobs, and they are asked for now; ask as "
-                "before"
+                f"{place}: it was sampled without logprobs, but you ask for them now; use the "
+                "earlier parameters"
             )
         going = _Continued(self, transport, place)
         context = await going.tokenizer.context()
@@ -237,7 +237,7 @@ class ContinueAttempt(CountedAttempt):
         limits += [context - len(sample.prompt_token_ids)] if context is not None else []
         if not limits and self.max_tokens is None:
             raise UserError(
-                "params: give max_tokens, as the server does not say how long a completion can be"
+                "params: give max_tokens, because the server does not report its longest completion"
             )
         had = len(sample.token_ids)
         if limits:
@@ -444,7 +444,7 @@ def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
     ids = read.token_ids or []
     if ids[:had] != sample.token_ids or read.prompt_token_ids != sample.prompt_token_ids:
         raise TokenizationError(
-            f"{place}: the continued completion does not begin with the {had} tokens that were kept"
+            f"{place}: the continued completion does not begin with the {had} stored tokens"
         )
     sample.text = read.text
     sample.token_ids = ids

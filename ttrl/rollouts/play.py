@@ -170,7 +170,7 @@ class Play:
                 coroutine = self.task.rollout(chat)
                 if not inspect.isawaitable(coroutine):
                     raise RolloutError(
-                        f"{self.place}: the rollout is no coroutine function; write it as async "
+                        f"{self.place}: the rollout is not a coroutine function; write it as async "
                         "def rollout(chat)"
                     )
                 output = await coroutine
@@ -182,7 +182,7 @@ class Play:
         except TimeoutError as error:
             if whole.expired():
                 raise RolloutLimitError(
-                    f"{self.place}: the rollout has had its {total:g} s", "seconds"
+                    f"{self.place}: the rollout reached its limit of {total:g} s", "seconds"
                 ) from None
             if self._clock is None or not self._clock.expired():
                 raise self._raised(error) from None
@@ -201,8 +201,8 @@ class Play:
                 task.cancel()  # requests left behind by the rollout
         if not any(self._replies):
             raise RolloutError(
-                f"{self.place}: the rollout ended without a reply of the model; ask it with "
-                "await chat(…)"
+                f"{self.place}: the rollout ended without asking the model; ask it with await "
+                "chat(…)"
             )
         return output
 
@@ -227,7 +227,7 @@ class Play:
             return Grade.of(output, self.place, who="rollout")
         if self.task.grader is None:
             raise GraderError(
-                f"{self.place}: the rollout returned no reward, and the task has no grader; give "
+                f"{self.place}: the rollout returned no reward, and the task has no grader; add "
                 "one of them"
             )
         last = next(reply for reply in reversed(self._replies) if reply is not None)
@@ -324,13 +324,15 @@ class Play:
                 found = part_that_is_no_text(message.get("content"))
                 if found is not None:
                     where = f"{self.place}: message {number}"
-                    raise RolloutError(f"{where} holds {found}; the policy is trained on text")
+                    raise RolloutError(
+                        f"{where} holds {found}; send text only: the policy trains on text"
+                    )
             return
         content = messages[0].get("content")
         settings = self.sampling.request
         if len(messages) > 1 or not (isinstance(content, str) or is_ids(content)) or not content:
             raise RolloutError(
-                f"{self.place}: a message of role {PROMPT!r} stands alone, and is a text or a "
+                f"{self.place}: a message of role {PROMPT!r} must be the only one, and a text or a "
                 "list of token ids"
             )
         if not settings.token_ids or settings.on_chunk is not None:
@@ -343,11 +345,11 @@ class Play:
         limits = self.task.limits
         if len(self._replies) >= limits.turns:
             raise RolloutLimitError(
-                f"{self.place}: the rollout has had its {limits.turns} turns", "turns"
+                f"{self.place}: the rollout reached its limit of {limits.turns} turns", "turns"
             )
         if limits.tokens is not None and self._generated >= limits.tokens:
             raise RolloutLimitError(
-                f"{self.place}: the rollout has had its {limits.tokens} tokens", "tokens"
+                f"{self.place}: the rollout reached its limit of {limits.tokens} tokens", "tokens"
             )
 
     def _request(self, own: Mapping[str, Any], max_tokens: int | None) -> ChatRequest:

@@ -29,7 +29,11 @@ _BAR_CELLS = 20
 
 
 class Prices(NamedTuple):
-    """Dollars per million tokens."""
+    """Dollars per million tokens.
+
+    >>> Prices(input=0.5, output=2.0).spend(prompt=1_000_000, completion=250_000)
+    1.0
+    """
 
     input: float
     output: float
@@ -61,6 +65,7 @@ class Progress:
     total: the number of samples to come; None if unknown (then there is no ETA).
     screen: the display; None for silence.
     prices: for the spend; not shown without them.
+    clock: returns seconds that never go back.
 
     Belongs to one thread.
     """
@@ -71,12 +76,14 @@ class Progress:
         description: str,
         screen: "Screen | None",
         prices: Prices | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._now = clock
         self._total = total
         self._description = description
         self._prices = prices
         self._screen = screen
-        self._start = time.monotonic()
+        self._start = clock()
         self._next_draw = self._start
         self._marks: deque[tuple[float, int]] = deque([(self._start, 0)])
         self._done = self._graded = self._failed = self._unfinished = self._cached = 0
@@ -154,7 +161,7 @@ class Progress:
         """Return the moving line in at most `width` columns; parts come by importance, and those
         without room are dropped.
         """
-        now = time.monotonic() if now is None else now
+        now = self._now() if now is None else now
         elapsed = now - self._start
         if self._total is not None:
             counted = f"{self._done}/{self._total}"
@@ -197,7 +204,7 @@ class Progress:
 
     def summary(self) -> str:
         """Return the final line with everything, at any width."""
-        seconds = max(time.monotonic() - self._start, 1e-9)
+        seconds = max(self._now() - self._start, 1e-9)
         if self._total not in (None, self._done):
             count = f"{self._done} of {self._total}"
         else:
@@ -256,7 +263,7 @@ class Progress:
         return max(0.0, (self._tokens + self._in_flight - tokens) / max(now - then, 1e-9))
 
     def _draw_if_due(self) -> None:
-        if self._screen is None or (now := time.monotonic()) < self._next_draw:
+        if self._screen is None or (now := self._now()) < self._next_draw:
             return
         self._next_draw = now + REDRAW_SECONDS
         while len(self._marks) > 1 and self._marks[1][0] <= now - RATE_WINDOW:

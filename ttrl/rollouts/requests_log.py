@@ -81,7 +81,7 @@ class RequestsLog:
             if not self._reported:
                 self._reported = True
                 log.warning(
-                    "requests log %s cannot be written: %s. The run goes on without it.",
+                    "requests log %s cannot be written: %s. The run continues without it.",
                     self.path,
                     failure,
                 )

@@ -44,6 +44,15 @@ class TaskResults(Sequence[TaskResult]):
     """The result of each task, in the order of the given tasks; a sequence of TaskResult.
 
     `transformed` holds each result of `transform`, or its exception; None without a transform.
+
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> samples = [
+    ...     Sample(task_id="sums/1", sample=number, messages=[question], reward=number / 2)
+    ...     for number in range(3)
+    ... ]
+    >>> results = TaskResults.from_samples(samples)
+    >>> len(results), [sample.reward for sample in results.samples]
+    (1, [0.0, 0.5, 1.0])
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,7 @@ class SampleLogs:
         except OSError as error:
             if not self.num_failed:
                 logger.warning(
-                    "sample logs: could not write %s: %s; sampling goes on without the logs that "
-                    "cannot be written",
+                    "sample logs: could not write %s: %s; sampling continues without them",
                     path,
                     error.__cause__ or error,
                 )
@@ -80,7 +79,8 @@ class SampleLogs:
 class LiveAnswers:
     """An `on_chunk` writing the answers of one request to their samples' files as they arrive.
 
-    messages: the prompt. numbers: of the samples, in the files' names.
+    messages: the prompt. numbers: of the samples, in the files' names. clock: returns seconds that
+    never go back.
     """
 
     def __init__(
@@ -89,8 +89,10 @@ class LiveAnswers:
         samples: Sequence[Sample],
         numbers: Sequence[int],
         messages: Sequence[Mapping[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._logs = logs
+        self._now = clock
         self._messages = messages
         self._samples = [
             (sample, logs.path_of(sample, number))
@@ -103,7 +105,7 @@ class LiveAnswers:
 
     def __call__(self, chunk: Any, completion: LiveCompletion) -> None:
         """Write all text since the last update."""
-        now = time.monotonic()
+        now = self._now()
         if completion is not self._completion:  # the first one, or the request is made again
             self._completion = completion
             self._shown = {}
@@ -183,7 +185,7 @@ def _turns(sample: Sample) -> list[str]:
                 _title(
                     f"turn {number}: another conversation"
                     if turn.follows is None
-                    else f"turn {number}: goes on elsewhere"
+                    else f"turn {number}: continues elsewhere"
                 )
             )
         messages += turn.messages

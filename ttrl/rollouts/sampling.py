@@ -144,20 +144,19 @@ class Sampling:
         check_continuable(self.chat_request)
         if not all(isinstance(result, TaskResult) for result in self.kept):
             raise UserError(
-                "unfinished holds something else than TaskResult; give the `unfinished` of an "
+                "unfinished holds something other than TaskResult; give the `unfinished` of an "
                 "earlier call"
             )
         wrong = [result for result in self.kept if len(result.samples) != self.request.n]
         if wrong:
             raise UserError(
-                f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, n "
-                f"is {self.request.n}; give the n of the "
-                "call that began them"
+                f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, but n "
+                f"is {self.request.n}; give the n of the earlier call"
             )
         if not self.request.token_ids:
             raise UserError(
-                "token_budget and unfinished need token ids: completions are continued from "
-                "them; set token_ids=True"
+                "token_budget and unfinished need token ids to continue completions; set "
+                "token_ids=True"
             )
 
     @contextlib.asynccontextmanager
@@ -183,9 +182,9 @@ class Sampling:
         """Return the task. Raises TaskError if this call cannot sample it."""
         if task.rollout is not None and (self.budget is not None or self.kept):
             raise TaskError(
-                f"task {task.id!r} has a rollout, which cannot be cut off by a token budget and "
-                "continued later; leave "
-                "token_budget and unfinished out, or give the task no rollout"
+                f"task {task.id!r} has a rollout, and a token budget cannot cut off a rollout and "
+                "continue it later; leave token_budget and unfinished out, or give the task no "
+                "rollout"
             )
         return task
 
@@ -215,14 +214,13 @@ class Sampling:
         for position, (kept, task) in enumerate(zip(self.kept, tasks, strict=False)):
             if (kept.task_id, kept.messages) != (task.id, task.messages):
                 raise UserError(
-                    f"unfinished[{position}] is of task {kept.task_id!r}, tasks[{position}] is "
-                    f"task {task.id!r}; "
-                    "the tasks of `unfinished` come first, in the same order"
+                    f"unfinished[{position}] is of task {kept.task_id!r}, but tasks[{position}] is "
+                    f"task {task.id!r}; begin with the tasks of `unfinished`, in the same order"
                 )
         if len(tasks) < len(self.kept):
             raise UserError(
                 f"unfinished holds {len(self.kept)} groups, but there are {len(tasks)} tasks; "
-                "the tasks of `unfinished` come first, in the same order"
+                "begin with the tasks of `unfinished`, in the same order"
             )
 
     def cache_body(

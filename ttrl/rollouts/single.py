@@ -63,9 +63,14 @@ async def get_chat_completion(
 
     Raises UserError for wrong arguments, RequestError with the server's own words after all
     attempts have failed.
+
+    >>> question = {"role": "user", "content": "What is 2 + 3?"}
+    >>> completion = get_chat_completion("http://127.0.0.1:8000/v1", [question], model="m")
+    >>> asyncio.run(completion).choices[0].message.content
+    '5'
     """
     if isinstance(client, list | tuple):
-        raise UserError("client is a list; get_chat_completion asks one server")
+        raise UserError("client is a list; get_chat_completion asks one server: give one client")
     if not isinstance(sample, int) or isinstance(sample, bool) or sample < 0:
         raise UserError(f"sample is {sample!r}; give a whole number of at least 0")
     if (

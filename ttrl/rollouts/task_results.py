@@ -126,6 +126,14 @@ async def get_task_results(
     kept with their samples (see `TaskResults.raise_if_all_failed`). On cancellation, such as
     Ctrl-C, all requests are ended first, and the CancelledError has the finished tasks as `results`
     (a TaskResults).
+
+    >>> def right(choice):
+    ...     return float(choice.message.content == "5")
+    >>> tasks = [Task([{"role": "user", "content": "What is 2 + 3?"}], right)]
+    >>> server = "http://127.0.0.1:8000/v1"
+    >>> results = asyncio.run(get_task_results(tasks, server, "m", n=4, pbar=False))
+    >>> [sample.reward for sample in results.samples]
+    [1.0, 1.0, 1.0, 1.0]
     """
     request = SamplingRequest(
         client=client,
@@ -190,6 +198,15 @@ async def iter_task_results(
     errors are the same, except for wrong tasks: they are found on their turn. Leaving the loop ends
     all requests (`contextlib.aclosing` does so at once). Results of `transform` are lost; use
     `on_task_done`, or the loop's body.
+
+    >>> def right(choice):
+    ...     return float(choice.message.content == "5")
+    >>> tasks = (Task([{"role": "user", "content": f"What is {n} + 3?"}], right) for n in range(3))
+    >>> server = "http://127.0.0.1:8000/v1"
+    >>> async def rewards():
+    ...     return [result.rewards async for result in iter_task_results(tasks, server, "m", n=2)]
+    >>> sorted(asyncio.run(rewards()))
+    [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
     """
     request = SamplingRequest(client=client, model=model, **arguments)
     sampling = Sampling(request, len(tasks) if isinstance(tasks, Sequence) else None)

@@ -136,8 +136,16 @@ class Report:
 class WorkerCall:
     """A worker's part of one sampling call."""
 
-    def __init__(self, request: SamplingRequest, tokenize: Tokenize | None = None) -> None:
-        """request: for this worker's servers. Raises UserError for a wrong one."""
+    def __init__(
+        self,
+        request: SamplingRequest,
+        tokenize: Tokenize | None = None,
+        away_seconds: float = AWAY_SECONDS,
+    ) -> None:
+        """request: for this worker's servers. away_seconds: without an answer of any server before
+        it leaves its tasks to others. Raises UserError for a wrong request.
+        """
+        self._away_seconds = away_seconds
         self._sampling = Sampling(request)
         self._tokenize = tokenize
         self._running: dict[asyncio.Task[None], Group] = {}
@@ -164,7 +172,7 @@ class WorkerCall:
         while not (self._fault or (more and 2 * self._wanted() >= self._ahead) or now >= deadline):
             if self._finished and now >= gathered:
                 break
-            if self._sampling.servers.away_seconds > AWAY_SECONDS and not self._finished:
+            if self._sampling.servers.away_seconds > self._away_seconds and not self._finished:
                 await self._drop()
                 return Report(is_away=True, grading_seconds=self._sampling.graders.seconds)
             await asyncio.sleep(_LOOK_SECONDS)

@@ -39,7 +39,7 @@ MAY_CHANGE = {
 # Brought along by another machine. It changes only the rounding of sums, so it is reported, not
 # refused.
 MAY_CHANGE_WITH_A_NOTE = {
-    "num_threads": "sums are rounded otherwise, so results are no longer the same bit for bit"
+    "num_threads": "rounding changes, so results are no longer the same bit for bit"
 }
 _NESTED = ("training", "server", "sampling")
 _MISSING = "not set"
@@ -107,10 +107,10 @@ def check_changes(
     if refused:
         names = ",".join(refused)
         raise RunFolderError(
-            f"{where} was started with another config:\n{as_diff(refused)}\n"
-            "Choose another run folder, or put the settings back; or go on with them from here "
-            "on: train(..., allow_changes="
-            f"{sorted(refused)}), or start the command with {ALLOW_VARIABLE}={names} (or =all)"
+            f"{where} was started with another config:\n{as_diff(refused)}\nRestore the settings, "
+            "or choose another run folder. To continue with the new settings, use train(..., "
+            f"allow_changes={sorted(refused)}), or start the command with {ALLOW_VARIABLE}={names} "
+            "(or =all)"
         )
     return [
         f"{name} was {_shown(changed[name][0])} and is {_shown(changed[name][1])} now: {note}"
@@ -142,4 +142,4 @@ def history(run: Path) -> list[ConfigChange]:
     try:
         return [read_facts(ConfigChange, line) for line in read_jsonl(run / HISTORY_FILE)]
     except ValueError as error:
-        raise RunFolderError(f"{error}; move the file away: it is only read for reports") from error
+        raise RunFolderError(f"{error}; move the file away: only reports read it") from error

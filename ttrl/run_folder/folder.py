@@ -19,7 +19,7 @@ from ttrl.configs.base import Settings
 from ttrl.errors import RunFolderError
 from ttrl.facts import Facts, MetricsRow, PhaseFacts, TrainFacts, parse, read_facts
 from ttrl.run_folder.config_changes import HISTORY_FILE, changes, check_changes, remember_changes
-from ttrl.run_folder.lease import HEARTBEAT_SECONDS, FolderLease
+from ttrl.run_folder.lease import FolderLease
 from ttrl.system.files import (
     TEMPORARY_PREFIX,
     again,
@@ -160,8 +160,8 @@ class IterationFolder:
                 else:
                     what = "is gone"
                 raise RunFolderError(
-                    f"{path} {what}; put it back, or remove {self._path(phase)} to run that "
-                    "phase again"
+                    f"{path} {what}; restore it, or remove {self._path(phase)} to run that phase "
+                    "again"
                 )
 
     def files(self, phase: str) -> dict[str, str]:
@@ -247,11 +247,10 @@ class IterationFolder:
 class RunFolder:
     """A run on disk. Use `locked` for any writing."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], lease: FolderLease | None = None) -> None:
+        """lease: of `path`, if it differs from the default one."""
         self.path = Path(path).absolute()
-        self.lease = FolderLease(self.path, beat_seconds)
+        self.lease = lease or FolderLease(self.path)
         self._written: dict[int, bool] = {}
         """By finished iteration: was a policy made and written? Only final answers, since threads
         ask while another one marks.
@@ -288,7 +287,7 @@ class RunFolder:
         except (ValueError, yaml.YAMLError):
             values = None
         if not isinstance(values, dict):
-            raise RunFolderError(f"{path} is damaged; put it back, or choose another run folder")
+            raise RunFolderError(f"{path} is damaged; restore it, or choose another run folder")
         return values
 
     def begun(self) -> bool:
@@ -349,7 +348,7 @@ class RunFolder:
                 before = parse(dict[str, TaskList], path.read_bytes())
             except ValueError as error:
                 raise RunFolderError(
-                    f"{path} is damaged ({error}); remove it if the tasks are the same as before"
+                    f"{path} is damaged ({error}); remove it if the tasks are unchanged"
                 ) from error
             changed = [name for name in tasks if before.get(name) != tasks[name]]
             if changed:
@@ -359,9 +358,8 @@ class RunFolder:
                 )
                 raise RunFolderError(
                     f"{self.path} was started with other tasks ({counts}; ids and messages are "
-                    "compared). Choose another run "
-                    f"folder, or remove {path} to go on with the new ones: numbers before and "
-                    "after cannot be compared then"
+                    f"compared). Choose another run folder, or remove {path} to continue with the "
+                    "new tasks: figures before and after are then not comparable"
                 )
         write_json(path, {name: one.to_json() for name, one in tasks.items()})
 
@@ -425,8 +423,7 @@ class RunFolder:
             return sorted(rows, key=lambda row: int(row["iteration"]))
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
-                f"{error}; remove metrics.jsonl: starting the run again writes it anew from the "
-                "markers"
+                f"{error}; remove metrics.jsonl: the next start rebuilds it from the markers"
             ) from error
 
     def written_until(self, newest: int) -> list[int]:

@@ -29,7 +29,7 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -73,12 +73,21 @@ _MOUNTS = Path("/proc/self/mountinfo")
 class Lease(ABC):
     """This process's hold on a run: its name in an owner.json, and a heartbeat. Use `held`.
 
-    what: the run folder or mirror, in messages. Subclasses read and write the file.
+    Subclasses read and write the file.
     """
 
-    def __init__(self, what: object, beat_seconds: float) -> None:
+    def __init__(
+        self,
+        what: object,
+        beat_seconds: float,
+        describe: Callable[[], Owner] = describe_process,
+    ) -> None:
+        """what: the run folder or mirror, in messages. beat_seconds: 0 for no heartbeat. describe:
+        returns this process as an owner.
+        """
         self._what = what
         self._beat_seconds = beat_seconds
+        self.describe = describe
         self.owner = Owner()
         self.epoch = 0
         """This process's number among the run's owners; 0 for none."""
@@ -125,7 +134,7 @@ class Lease(ABC):
         owner = self.read()
         if owner is not None:
             self._judge(owner, take_over=take_over)
-        self.owner = describe_process()
+        self.owner = self.describe()
         self.lost_to = None
         try:
             self.sign()
@@ -142,7 +151,7 @@ class Lease(ABC):
             self.lost_to = self.other()
             if self.lost_to is not None:
                 logger.error(
-                    "%s was taken over by another process (%s); no more is written there",
+                    "%s was taken over by another process (%s); this one stops writing there",
                     self._what,
                     self.lost_to,
                 )
@@ -162,19 +171,16 @@ class Lease(ABC):
             raise self.in_use_by(owner)
         if lives is not None:
             return
-        logger.warning(
-            "%s has an owner on another machine; watching for a sign of life", self._what
-        )
+        logger.warning("%s has an owner on another machine; checking for signs of life", self._what)
         if self._pulse_moves():
             raise self.in_use_by(owner)
         if not take_over and not self.is_gone(owner):
             raise RunFolderError(
-                f"{self._what} belongs to a process on another machine ({owner}), "
-                "which gives no sign of life; if it "
-                "is gone, take the run over: train(..., take_over=True), or start the command "
-                f"with {TAKE_OVER_VARIABLE}=1"
+                f"{self._what} belongs to a process on another machine ({owner}), without a sign "
+                "of life; if it is gone, take the run over: train(..., take_over=True), or start "
+                f"the command with {TAKE_OVER_VARIABLE}=1"
             )
-        logger.warning("%s is taken over from %s", self._what, owner)
+        logger.warning("taking over %s from %s", self._what, owner)
 
     def _lives(self, owner: Owner) -> bool | None:
         """Tell whether an owner lives; None if only its heartbeat can tell."""
@@ -197,12 +203,14 @@ class Lease(ABC):
         beating = threading.Thread(
             target=self._beat_until, args=(ended,), name="run owner", daemon=True
         )
-        beating.start()
+        if self._beat_seconds:
+            beating.start()
         try:
             yield
         finally:
             ended.set()
-            beating.join()
+            if self._beat_seconds:
+                beating.join()
             with contextlib.suppress(OSError):
                 if self.epoch and self.is_ours():
                     self.leave()
@@ -220,9 +228,18 @@ class Lease(ABC):
 class FolderLease(Lease):
     """The lease of a run folder: lock, owner.json and owners/EPOCH."""
 
-    def __init__(self, folder: Path, beat_seconds: float = HEARTBEAT_SECONDS) -> None:
-        super().__init__(folder, beat_seconds)
+    def __init__(
+        self,
+        folder: Path,
+        beat_seconds: float = HEARTBEAT_SECONDS,
+        *,
+        describe: Callable[[], Owner] = describe_process,
+        mounts: Path = _MOUNTS,
+    ) -> None:
+        """beat_seconds, describe: see `Lease`. mounts: the kernel's list of mounted disks."""
+        super().__init__(folder, beat_seconds, describe)
         self._folder = folder
+        self._mounts = mounts
         self._path = folder / OWNER_FILE
         self._owners = folder / _OWNERS
         self._place: Path | None = None
@@ -265,20 +282,18 @@ class FolderLease(Lease):
             raise
         if not made:
             raise RunFolderError(
-                f"{path} is there already: another process has finished this phase meanwhile, or "
-                "it was done twice; this one "
-                "stops here. Start the same command again to go on from there, or remove that "
-                "file first to run the phase again"
+                f"{path} already exists: another process has finished this phase, or it ran twice; "
+                "this process stops. Start the same command again to continue from there, or "
+                "remove that file first to run the phase again"
             )
 
     def check(self) -> None:
         """Raise RunFolderError if another process has taken the folder over."""
         if not self.is_ours():
             raise RunFolderError(
-                f"{self._folder} was taken over by another process "
-                f"({self.lost_to}); this one stops here, "
-                "and what it had begun is not marked as finished. Start the same command again "
-                "to go on from where that one ended"
+                f"another process ({self.lost_to}) took over {self._folder}; this one stops, and "
+                "its unfinished phase gets no marker. Start the same command again to continue "
+                "from the other's last phase"
             )
 
     def discard(self) -> None:
@@ -306,7 +321,7 @@ class FolderLease(Lease):
         """Tell whether the disk belongs to this machine only. NFS clients on this machine send
         heartbeats.
         """
-        return self._has_flock and _only_here(self._folder)
+        return self._has_flock and only_here(self._folder, self._mounts)
 
     def sign(self) -> None:
         """Make owners/EPOCH, and write owner.json."""
@@ -330,7 +345,7 @@ class FolderLease(Lease):
                 raise self.in_use_by(self.read()) from None
             if isinstance(error, StorageError):
                 raise
-            way_out = "make room, or look at the permissions, and start the same command again"
+            way_out = "make room, or check the permissions, and start the same command again"
             raise StorageError(
                 error.errno or 0, f"could not write {place}: {error.strerror}; {way_out}"
             ) from error
@@ -401,20 +416,22 @@ class FolderLease(Lease):
                     f"{self._folder} cannot be locked: {error.strerror}; choose another run folder"
                 ) from error
             logger.warning(
-                "%s: the file system has no locks; the heartbeat in owner.json has to do",
+                "%s: the file system has no locks; ttrl uses the heartbeat in owner.json",
                 self._folder,
             )
             return False
         return True
 
 
-def _only_here(folder: Path) -> bool:
-    """Tell whether a folder is on a file system of this machine only; False if unknown."""
+def only_here(folder: Path, mounts: Path = _MOUNTS) -> bool:
+    """Tell whether a folder is on a file system of this machine only; False if unknown. mounts: the
+    kernel's list of mounted disks.
+    """
     real = os.path.realpath(folder)
     kinds: dict[str, str] = {}
     with (
         contextlib.suppress(OSError),
-        open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file,
+        open(mounts, encoding="utf-8", errors="surrogateescape") as file,
     ):
         for line in file:
             mount, _, kind = line.partition(" - ")
@@ -452,7 +469,7 @@ def _remove(place: Path) -> None:
         else:
             return
     raise RunFolderError(
-        f"{place} of an earlier owner cannot be removed: something goes on writing there; stop it"
+        f"{place} of an earlier owner cannot be removed: a process still writes there; stop it"
     )
 
 

@@ -68,7 +68,7 @@ class StoreLease(Lease):
     """
 
     def __init__(self, store: MirrorStore, folder: FolderLease) -> None:
-        super().__init__(store.shown, store.beat_seconds)
+        super().__init__(store.shown, store.beat_seconds, folder.describe)
         self._store = store
         self._folder = folder
         self._tag: Tag | None = None
@@ -192,9 +192,9 @@ class Mirror:
         if not self._behind and why is None:
             return None
         if self._behind:
-            behind = f"{len(self._behind)} finished phases are not there yet"
+            behind = f"{len(self._behind)} finished phases are missing there"
         else:
-            behind = "everything is there"
+            behind = "it is complete"
         return f"the mirror {self.store.shown} is behind: {behind}" + (f" ({why})" if why else "")
 
     def bring_checkpoint(self, number: int) -> None:
@@ -268,7 +268,7 @@ class Mirror:
             time.sleep(pause)
         status = self.status()
         if status is not None:
-            logger.warning("%s; the run folder %s has everything", status, self._folder.path)
+            logger.warning("%s; the run folder %s is complete", status, self._folder.path)
 
     def _try_pass(self) -> bool:
         """Update the copy, if this process may still write it; return False if something failed."""
@@ -279,7 +279,7 @@ class Mirror:
         except (OSError, ValueError, KeyError, TypeError, RunFolderError) as error:
             if self._problem is None:
                 logger.warning(
-                    "the mirror is behind: %s; the run goes on, and so do new tries", error
+                    "the mirror is behind: %s; the run continues, and so do new tries", error
                 )
             self._problem = str(error)
             return False
@@ -358,11 +358,11 @@ class Mirror:
                 if there is not None and epoch_of(there) >= epoch_of(content):
                     epochs = f"of epoch {epoch_of(there)}, and here of {epoch_of(content)}"
                     raise RunFolderError(
-                        f"{self.store.shown} has another {key} ({epochs}): the run had two "
-                        "owners; remove the one not to be kept"
+                        f"{self.store.shown} has another {key} ({epochs}): the run had two owners; "
+                        "remove the wrong one"
                     )
                 if self.store.swap(key, content, tag) is None:
-                    raise OSError(f"{self.store.shown}: {key} changes while it is written")
+                    raise OSError(f"{self.store.shown}: {key} changes during the write")
         self._remote.add(key)
 
     def _upload_logs(self) -> None:
@@ -434,7 +434,7 @@ def with_local_run(config: TrainConfig) -> TrainConfig:
         if config.mirror is not None:
             raise ConfigError(
                 "TrainConfig",
-                ["run is an address, so mirror must not be given as well; give one of them"],
+                ["run is an address, so leave mirror out, or give a folder as run"],
             )
         name = config.run.partition("?")[0].rstrip("/").rpartition("/")[2]
         config = dataclasses.replace(config, run=str(Path("runs", name)), mirror=config.run)
@@ -487,8 +487,7 @@ def mirrored(
         except OSError as error:
             raise StorageError(
                 error.errno or 0,
-                f"{error}; put it right (credentials come from the environment), or go on "
-                "without: leave `mirror` out",
+                f"{error}; fix it (credentials come from the environment), or leave `mirror` out",
             ) from error
         with mirror.following():
             yield mirror

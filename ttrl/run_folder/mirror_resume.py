@@ -86,7 +86,7 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
     logger.warning("%s: taking %d finished phases from %s", folder.path, len(missing), store.shown)
     if dropped:  # before all else: a copy must always be the beginning of later ones
         logger.warning(
-            "%s: the last %d phases there are not whole and are done again",
+            "%s: the last %d phases there are incomplete, and run again",
             store.shown,
             len(dropped),
         )
@@ -137,7 +137,7 @@ def _finished(key: str, text: str) -> float:
         return parse(Marker, text).finished
     except ValueError as error:
         raise RunFolderError(
-            f"the marker {key} is damaged; remove it to do that phase again"
+            f"the marker {key} is damaged; remove it to run that phase again"
         ) from error
 
 
@@ -150,7 +150,7 @@ def _read_marker(store: MirrorStore, key: str) -> MirroredMarker:
         return MirroredMarker(int(number), file.removesuffix(".json"), key, text, content)
     except ValueError as error:
         raise RunFolderError(
-            f"{store.shown}: the marker {key} is damaged; remove it to do that phase again"
+            f"{store.shown}: the marker {key} is damaged; remove it to run that phase again"
         ) from error
 
 
@@ -170,9 +170,9 @@ def _check_same_run(
     if different or (only_here and only_there):
         first = min(different or [*only_here, *only_there])
         raise RunFolderError(
-            f"{folder.path} and its mirror {store.shown} went different ways (the first "
-            f"difference: {first}). To go on from the "
-            "mirror, move the folder away; to go on from the folder, give another `mirror`"
+            f"{folder.path} and its mirror {store.shown} differ; the first difference: {first}. To "
+            "continue from the mirror, move the folder away; to continue from the folder, give "
+            "another `mirror`"
         )
 
 
@@ -186,9 +186,8 @@ def _usable(
     whole = next((marker for marker in policies if all(key in sizes for key in marker.files)), None)
     if whole is None:
         raise RunFolderError(
-            f"{store.shown} has markers of a run, but no policy that is there as a whole, so "
-            "nothing to go on from; give another "
-            "`mirror`, or empty it"
+            f"{store.shown} has markers of a run, but no complete policy to continue from; give "
+            "another `mirror`, or empty it"
         )
     lost = min(
         (marker.iteration for marker in policies if marker.iteration > whole.iteration),
@@ -250,6 +249,6 @@ def _fetch(store: MirrorStore, target: Path, key: str, size: int, sha: str | Non
     if sha is not None and digest(target) != sha:
         target.unlink()
         raise RunFolderError(
-            f"{store.shown}: {key} is not what its phase wrote; remove it there to go on from an "
-            "older policy"
+            f"{store.shown}: {key} has changed since its phase; remove it there to continue from "
+            "an older policy"
         )

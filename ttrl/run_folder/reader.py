@@ -86,7 +86,7 @@ def _rows(path: Path) -> list[MetricsRow]:
         lines = read_jsonl(path)
     except ValueError as error:
         raise RunFolderError(
-            f"{error}; remove that line, or move the file away: it is only read for reports"
+            f"{error}; remove that line, or move the file away: only reports read it"
         ) from error
     return [
         read_facts(MetricsRow, line)

@@ -24,15 +24,12 @@ def redo_asked(given: int | None) -> int | None:
     if given is None and word:
         if not word.isdecimal():
             raise UserError(
-                f"{REDO_VARIABLE} is {word!r}; it must be the number of an iteration, as "
-                "DriftError names it"
+                f"{REDO_VARIABLE} is {word!r}; give the number of an iteration, such as the one in "
+                "the DriftError"
             )
         given = int(word)
     if given is not None and (type(given) is not int or given < 1):
-        raise UserError(
-            f"redo is {given!r}; the first iteration that can be done again is 1, and it must be "
-            "a whole number"
-        )
+        raise UserError(f"redo is {given!r}; give a whole number of at least 1")
     return given
 
 
@@ -47,7 +44,7 @@ def throw_away(
     iteration = folder.iteration(first)
     if not (iteration.path / DRIFT_FILE).is_file():
         logger.warning(
-            "%s has no %s, so nothing is thrown away for redo=%d", iteration.path, DRIFT_FILE, first
+            "%s has no %s, so redo=%d removes nothing", iteration.path, DRIFT_FILE, first
         )
         return
     start, sampler = (
@@ -57,9 +54,8 @@ def throw_away(
     missing = [path for path in needed if path is not None and not path.is_dir()]
     if missing:
         raise RunFolderError(
-            f"iteration {first} cannot be done again: {missing[0]} is no longer there, from "
-            "which it starts; choose another run "
-            "folder"
+            f"iteration {first} cannot run again: {missing[0]}, its starting point, no longer "
+            "exists; choose another run folder"
         )
     if store is not None:
         keys = [key for key in store.patiently(store.keys) if _iteration_of(key) >= first]
@@ -71,7 +67,7 @@ def throw_away(
     forget_rows(folder.path, first)
     removed = folder.throw_away(first)
     logger.warning(
-        "%s: iterations %s were thrown away, to be done again",
+        "%s: removed iterations %s, to run them again",
         folder.path,
         ", ".join(map(str, sorted(removed))),
     )

@@ -95,13 +95,13 @@ class RequireKey:
             places = (
                 "OpenAI's clients and ttrl take it from OPENAI_API_KEY, a run from TTRL_SERVER_KEY"
             )
-            message = f"Unauthorized: this server wants its key; {places}"
+            message = f"Unauthorized: this server needs its key; {places}"
             return await answer(send, 401, _error(message, 401), (b"www-authenticate", b"Bearer"))
         if scope.get("path") in _WITHOUT_V1:
             return await answer(
                 send,
                 404,
-                _error(f"there is no {scope['path']} here: the server's address ends in /v1", 404),
+                _error(f"no {scope['path']} here: the server's address ends in /v1", 404),
             )
         wanted = next(
             (value for name, value in scope["headers"] if name.lower() == _FENCE_HEADER), None
@@ -118,7 +118,7 @@ class RequireKey:
                     {"type": "websocket.close", "code": 1013, "reason": "other weights"}
                 )
             message = (
-                f"this server has other weights ({_text(has)}) than the request is for "
+                f"this server has other weights ({_text(has)}) than the request needs "
                 f"({_text(wanted)}); sync it first"
             )
             return await answer(send, 503, _error(message, 503, "other_weights"))
@@ -126,7 +126,7 @@ class RequireKey:
         async def send_while_open(message: MutableMapping[str, Any]) -> None:
             if self._opened() != opened:
                 raise RuntimeError(
-                    "the weights were changed while this request ran; its answer is not sent"
+                    "the weights changed during this request; its answer is not sent"
                 )
             await send(message)
 
@@ -154,7 +154,7 @@ class RequireKey:
             return await answer(
                 send,
                 501,
-                {"error": f"{FENCE_VARIABLE} is not set: nobody can say which weights these are"},
+                {"error": f"{FENCE_VARIABLE} is not set, so the weights cannot be identified"},
             )
         if method == "POST" and wanted:
             temporary = f"{self._fence}.{os.getpid()}"
@@ -197,7 +197,7 @@ class RequireKey:
 
 def _text(value: bytes | None) -> str:
     if value is None:
-        return "none that were proven"
+        return "no verified weights"
     return value.decode("latin-1")
 
 

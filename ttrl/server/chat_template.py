@@ -44,7 +44,7 @@ def read_chat_template(given: str) -> str:
             text = Path(given).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or "it is not text"
-            way_out = "give a file, or the text of a template, which contains {{ or {%"
+            way_out = "give a file, or the text of a template (with {{ or {%)"
             raise UserError(f"{place}: the file cannot be read: {why}; {way_out}") from error
     problem = compile_problem(text)
     if problem is not None:
@@ -139,8 +139,8 @@ def _links(model: Path) -> dict[str, Path]:
     if is_with_mistral_tokenizer(model):
         if not (model / "tokenizer.json").is_file():
             raise ModelFolderError(
-                f"{model} has only Mistral's own tokenizer, which takes no chat template; "
-                "leave chat_template out, or add a tokenizer.json"
+                f"{model} has only Mistral's own tokenizer, without a chat template; leave "
+                "chat_template out, or add a tokenizer.json"
             )
         skipped |= {path.name for pattern in _MISTRAL for path in model.glob(pattern)}
     return {path.name: path.resolve() for path in model.iterdir() if path.name not in skipped}

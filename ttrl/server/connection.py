@@ -26,7 +26,6 @@ from ttrl.text import gib
 
 ADAPTER_NAME = "policy-adapter"
 """Served name of an adapter next to its base."""
-_MOST_BYTES = 2**28  # of an answer; none of those requested here has a hundredth of that
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -46,6 +45,8 @@ class ServerConnection:
 
     worker_extension = True
     """Whether its workers have the methods of `ttrl.vllm_worker.WeightSync`."""
+    most_bytes = 2**28
+    """Of an answer; none of those requested here has a hundredth of that."""
     serves_adapters = False
     """Whether it keeps a base and receives adapters instead of merged weights."""
 
@@ -180,17 +181,16 @@ class ServerConnection:
         digest = self.request("GET", FENCE_PATH, timeout=10.0).get("chat_template")
         if digest not in (None, template_digest(model)):
             raise WeightSyncError(
-                f"the server at {self.base_url} has another chat template than the run's model; "
-                "start it with "
-                "`ttrl serve` and that model, or with the run's chat_template as --chat-template "
-                "FILE"
+                f"the server at {self.base_url} and the run's model have different chat templates; "
+                "start it with `ttrl serve` and that model, or with the run's chat_template as "
+                "--chat-template FILE"
             )
 
     def weights_digest(self) -> str:
         """Return a name for this server's current weights and dtype, for the cache of
         `get_task_results`."""
         if self.policy_folder is None:
-            raise ServerError(f"nobody knows what {self.base_url} computes with; sync it first")
+            raise ServerError(f"the weights of {self.base_url} are unknown; sync it first")
         return f"{weights_digest(self.policy_folder)}/{self.dtype}"
 
     def _http(
@@ -218,8 +218,8 @@ class ServerConnection:
                 found = bytearray()
                 while part := answer.read1(2**20):  # the socket's timeout applies to each part
                     found += part
-                    if len(found) > _MOST_BYTES:
-                        raise ConnectionError(f"it sent more than {gib(_MOST_BYTES)}")
+                    if len(found) > self.most_bytes:
+                        raise ConnectionError(f"it sent more than {gib(self.most_bytes)}")
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"its answer was not complete after {timeout:g} s")
                 if answer.length:  # a truncated answer ends like a whole one
@@ -296,7 +296,7 @@ class JoinedServer(ServerConnection):
             problem = f"it cannot be reached ({error})"
         if problem is not None:
             raise ServerDiedError(
-                f"the server at {self.base_url}: {problem}; the log is on the host that started it"
+                f"the server at {self.base_url}: {problem}; its log is on its own host"
             )
 
     def bring(self, checkpoint: Path) -> AbstractContextManager[Sequence[Path]]:
@@ -324,8 +324,8 @@ class JoinedServer(ServerConnection):
             proof.encode(), derived(self._key, "proof", number, name).encode()
         ):
             return (
-                "it does not prove that it knows the key: it has another one, or was not started "
-                "by this version's `ttrl serve`"
+                "it does not prove its key: it has another one, or another version's `ttrl serve` "
+                "started it"
             )
         self.api_key = derived(self._key, "key", name)
         return None

@@ -51,14 +51,12 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
         if isinstance(path, str) and _HUB_NAME.fullmatch(path) and not path.startswith("."):
             return None
         raise ModelFolderError(
-            f"model folder {folder} does not exist; give the path of a Hugging Face model "
-            "folder, a name that `ttrl models` "
-            "lists, or a hub name"
+            f"model folder {folder} does not exist; give a Hugging Face model folder, a name of "
+            "`ttrl models`, or a hub name"
         )
     if not folder.is_dir():
         raise ModelFolderError(
-            f"model folder {folder} is a file; give the folder that holds config.json and the "
-            "weights"
+            f"model folder {folder} is a file; give its folder, with config.json and the weights"
         )
     base = base_of_adapter(folder)
     weights = _weight_problems(folder)
@@ -97,13 +95,12 @@ def _check_hub(model: str) -> None:
     except Exception as error:
         status: Any = getattr(getattr(error, "response", None), "status_code", None)
         if "Timeout" not in type(error).__name__ and (status is None or status < 500):
-            why = f"the hub does not give it: {describe(error)}"
+            why = f"the hub refuses it: {describe(error)}"
             if "Connect" in type(error).__name__:
                 why = "the hub cannot be reached (no network?)"
             raise ModelFolderError(
-                f"model {model!r} is neither a folder here nor in the hub's cache, and {why}; "
-                "give a model folder, or a name "
-                "that `ttrl models` lists"
+                f"model {model!r} is neither a folder here nor in the hub's cache, and {why}; give "
+                "a model folder, or a name of `ttrl models`"
             ) from error
 
 
@@ -125,7 +122,7 @@ def merge_adapter(folder: Path, base: Path | None = None) -> None:
     """
     if base_of_adapter(folder) is None or not _weight_problems(folder):
         return
-    note(f"{folder} holds an adapter alone; merging it into its base")
+    note(f"{folder} holds only an adapter; merging it into its base")
     command = [
         sys.executable,
         "-m",
@@ -188,7 +185,7 @@ def small_file(model: str | os.PathLike[str], name: str) -> Path | None:
         return None
 
 
-NO_HUB = "this machine does not know its name (no network?), and it is not in the cache"
+NO_HUB = "the hub's name cannot be resolved (no network?), and the model is not in the cache"
 
 
 def hub_is_out_of_reach() -> bool:
@@ -256,16 +253,12 @@ def _read_json(path: Path) -> Any:
 
 def _config_problems(folder: Path) -> list[str]:
     if not (folder / "config.json").is_file():
-        return ["config.json is missing; copy it from the model that the weights belong to"]
+        return ["config.json is missing; copy it from the model of these weights"]
     config = _read_json(folder / "config.json")
     if not isinstance(config, dict):
-        return [
-            "config.json is not valid JSON; copy it again from the model that the weights belong to"
-        ]
+        return ["config.json is not valid JSON; copy it again from the model of these weights"]
     if not config.get("model_type"):
-        return [
-            'config.json has no "model_type", so neither transformers nor vLLM knows what to build'
-        ]
+        return ['config.json has no "model_type"; transformers and vLLM need it']
     return []
 
 
@@ -278,7 +271,7 @@ def _weight_problems(folder: Path) -> list[str]:
             )
             if missing:
                 return [
-                    f"{name} names {len(missing)} weight files that are missing: "
+                    f"{len(missing)} weight files listed in {name} are missing: "
                     f"{', '.join(missing[:5])}"
                 ]
             return []
@@ -335,7 +328,7 @@ def _tokenizer_problems(folder: Path, chat_template: bool) -> list[str]:
     if chat_template and not has_chat_template(folder):
         problems.append(
             "no chat template: neither chat_template.jinja nor chat_template in "
-            "tokenizer_config.json; tasks are chat messages, "
-            "so take an instruct model, or give the setting chat_template a file with a template"
+            "tokenizer_config.json; tasks are chat messages, so use an instruct model, or set "
+            "chat_template to a file with a template"
         )
     return problems

@@ -162,16 +162,16 @@ def parsers_of(model: str | os.PathLike[str], given: Mapping[str, Any] | None = 
     problem = None
     if switch is False or tools in _OFF:
         arguments = {"tool-call-parser": None, "enable-auto-tool-choice": None}
-        said = "tool calls: no parser, as the settings say"
+        said = "tool calls: no parser, as set"
     elif tools != AUTO:
         arguments["tool-call-parser"] = tools
-        said = f"tool calls: vLLM's parser {tools!r}, as the settings say"
+        said = f"tool calls: vLLM's parser {tools!r}, as set"
     elif evidence.parser is not None:
         arguments["tool-call-parser"] = evidence.parser
         said = f"tool calls: vLLM's parser {evidence.parser!r}, by the model's chat template"
     else:
         arguments = {"tool-call-parser": None, "enable-auto-tool-choice": None}
-        said = f"tool calls: no parser, as {evidence.why}"
+        said = f"tool calls: no parser, because {evidence.why}"
         said += "; requests with tools need tool_call_parser"
     if switch is True and arguments["tool-call-parser"] is None:
         problem = "enable_auto_tool_choice is true, but there is no tool_call_parser"
@@ -210,18 +210,18 @@ class _Evidence:
         except (ModelFolderError, TokenizationError) as error:
             return cls(why=f"its chat template fails: {error}", thinking=thinking)
         if written is None:
-            return cls(why="its chat template does not show tools to the model", thinking=thinking)
+            return cls(why="its chat template shows the model no tools", thinking=thinking)
         form = next((form for form in _FORMS if re.search(form.pattern, written)), None)
         if form is None:
-            why = "its chat template writes calls in no form that ttrl knows a parser for"
+            why = "ttrl knows no parser for its chat template's form of calls"
             return cls(why=why, thinking=thinking)
         lacking = _lacking(model, form.tokens)
         if lacking:
             names = ", ".join(lacking)
-            why = f"the tokenizer lacks {names}, which the parser {form.parser!r} needs"
+            why = f"the tokenizer lacks {names}, needed by the parser {form.parser!r}"
             return cls(why=why, thinking=thinking)
         if form.parser == "mistral" and is_with_mistral_tokenizer(model):
-            why = "with Mistral's own tokenizer vLLM would sample calls by a grammar"
+            why = "with Mistral's own tokenizer, vLLM would sample calls by a grammar"
             return cls(why=why, thinking=thinking)
         return cls(form.parser, thinking=thinking)
 

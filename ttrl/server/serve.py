@@ -62,8 +62,8 @@ def read_or_make_key(path: Path) -> str:
             raise UserError(f"the key file {path} cannot be used ({error})") from None
         if len(words) != 1 or len(words[0]) < 16:
             raise UserError(
-                f"{path} does not hold a key (one word of at least 16 characters); remove it, "
-                "and a new one is made"
+                f"{path} does not hold a key (one word of at least 16 characters); remove it, and "
+                "ttrl makes a new one"
             ) from None
         return words[0]
     except OSError as error:
@@ -82,7 +82,7 @@ def vllm_arguments(given: list[str]) -> Mapping[str, Any]:
     for item in given:
         name, separator, value = item.partition("=")
         if not name or not separator:
-            raise UserError(f"--vllm {item}: give NAME=VALUE, such as tensor_parallel_size=2")
+            raise UserError(f"--vllm {item}: write NAME=VALUE, such as tensor_parallel_size=2")
         try:
             arguments[name] = json.loads(value)
         except ValueError:
@@ -120,8 +120,8 @@ def serve(
         for argument, value in (arguments or {}).items():
             if argument.replace("_", "-") in OTHER_MACHINES and value not in ("mp", "uni", 1, None):
                 raise UserError(
-                    "--adapters is for a server on one machine, where they are fetched to; "
-                    f"leave out {argument}={value}"
+                    "--adapters works only for servers on one machine, because they are fetched "
+                    f"to it; leave out {argument}={value}"
                 )
         arguments = {"max_lora_rank": _LORA_RANK, **(arguments or {})}
     server = make_server(
@@ -144,10 +144,10 @@ def serve(
         else:
             address = f"http://{socket.gethostname()}:{server.port}"
         names = " and ".join(repr(known) for known in (SERVED_MODEL_NAME, *server.other_names))
-        say(f"serving at {address}/v1, where the model is called {names}")
-        say(f"it computes in {server.dtype}, which must be the dtype of a run that joins it")
+        say(f"serving at {address}/v1; the model's name is {names}")
+        say(f"it computes in {server.dtype}; a run on it needs the same dtype")
         if adapters_from is not None:
-            say(f"that is the model without an adapter; a run's adapter is called {ADAPTER_NAME!r}")
+            say(f"this is the model without an adapter; a run's adapter is called {ADAPTER_NAME!r}")
         say(
             f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat "
             f"{shlex.quote(str(key_file))})"
@@ -155,8 +155,8 @@ def serve(
         say(server.parsers.said)
         if not _is_loopback(host):
             say(
-                f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic "
-                "sees the key and the text"
+                f"other hosts can reach it at {host} over plain HTTP: anyone with access to the "
+                "traffic sees the key and the text"
             )
         # In a thread: it reads all weights.
         threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()
@@ -201,7 +201,7 @@ def keep_serving(
 def _say_digest(model: str, dtype: str, say: Callable[[str], None]) -> None:
     with contextlib.suppress(TtrlError, OSError):
         say(
-            "its weights, for caches (until a run brings others): --weights-digest "
+            "its weights, for caches (until a run updates them): --weights-digest "
             f"{weights_digest(model)}/{dtype}"
         )
 

@@ -76,7 +76,7 @@ def bring_adapter(
         stored = publish(adapter)
     except OSError as error:
         raise ServerDiedError(
-            f"{server.base_url} cannot be given the adapter in {checkpoint}: {error}"
+            f"{server.base_url} cannot get the adapter in {checkpoint}: {error}"
         ) from error
     files = {
         key: found for key, found in stored.items() if _NAME.fullmatch(PurePosixPath(key).name)
@@ -91,7 +91,7 @@ def base_problem(server: ServerConnection, base: Path) -> str | None:
     try:
         here = base_digests(base)
     except OSError as error:
-        return f"the model that the run began with cannot be read any more ({error})"
+        return f"the run's starting model can no longer be read ({error})"
     different = sorted(
         name for name in there.keys() | here.keys() if there.get(name) != here.get(name)
     )
@@ -99,7 +99,7 @@ def base_problem(server: ServerConnection, base: Path) -> str | None:
         return None
     names = ", ".join(different[:5])
     return (
-        f"its model is not the one that the run began with, {base}: {names} differ; copy the folder"
+        f"its model differs from the run's starting model, {base}: {names} differ; copy the folder"
     )
 
 
@@ -147,8 +147,8 @@ def check_store(address: str) -> None:
     """Raise UserError if adapters cannot be read from this address; it may still be empty."""
     if redact(address) != address:
         raise UserError(
-            f"--adapters {redact(address)} carries credentials, for all users to read; give them "
-            "in the environment"
+            f"--adapters {redact(address)} contains credentials, readable by all users; put them "
+            "into the environment"
         )
     try:
         MirrorStore(address).keys()
@@ -159,13 +159,17 @@ def check_store(address: str) -> None:
 class FetchAdapters:
     """Fetch adapters for such a server: ASGI middleware inside `RequireKey` and its key check."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Any]) -> None:
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Any],
+        store_class: type[MirrorStore] = MirrorStore,
+    ) -> None:
         address, folder, model = json.loads(os.environ[ADAPTERS_VARIABLE])
         self._app, self._folder, self._model, self._store = (
             app,
             Path(folder),
             Path(model),
-            MirrorStore(address),
+            store_class(address),
         )
         self._fetching = threading.Lock()
 
@@ -214,8 +218,8 @@ class FetchAdapters:
         self._store.patiently(lambda: self._store.fetch(key, size, target), _PATIENT_TRIES)
         if not target.exists() or digest(target) != sha256:
             raise OSError(
-                f"{self._store.shown}: {key} is not what the run wrote; is it the mirror of this "
-                "run?"
+                f"{self._store.shown}: {key} differs from the run's own; check that this is the "
+                "run's mirror"
             )
 
 

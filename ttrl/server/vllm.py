@@ -105,8 +105,10 @@ def own_argument_problems(arguments: Mapping[str, Any]) -> list[str]:
     own = sorted(_OWN_ARGUMENTS & given.keys())
     found = [f"{name} is set by ttrl; there is an argument for it" for name in own]
     if "chat-template" in given:
-        found.append("chat-template is the setting chat_template, which tokenization follows, too")
-    shown = "would be on a command line, which all users of the machine can read"
+        found.append(
+            "chat-template: use the setting chat_template, because tokenization needs it, too"
+        )
+    shown = "would be on a command line, readable by all users of the machine"
     for name, value in given.items():
         way_out = _SECRETS.get(name) or _way_out(value)
         if way_out is not None:
@@ -119,10 +121,10 @@ def _way_out(value: Any) -> str | None:
     with contextlib.suppress(TypeError, ValueError):
         value = json.loads(value)
     if isinstance(value, Mapping) and without_secrets(value) != dict(value):
-        return "take what is secret in it from the environment or a file"
+        return "put its secrets into the environment or a file"
     text = str(value)
     if "://" in text and redact(text) != text:
-        return "leave out the credentials in its address"
+        return "remove the credentials from its address"
     return None
 
 
@@ -161,6 +163,7 @@ class VLLMServer(ServerConnection):
         (`ttrl.weights.sync`).
     adapters_from: the address of a store to fetch adapters from (`ttrl.server.sites`); None: it is
         given their folders.
+    cpu: whether vLLM is built for CPUs; None: as the installed one.
     """
 
     _held: socket.socket | None = None
@@ -184,6 +187,7 @@ class VLLMServer(ServerConnection):
         api_key: str | None = None,
         serves_adapters: bool = False,
         adapters_from: str | None = None,
+        cpu: bool | None = None,
     ) -> None:
         dtype = _DTYPES.get(dtype, dtype)
         super().__init__(
@@ -198,6 +202,7 @@ class VLLMServer(ServerConnection):
         self.host = host
         self.serves_adapters = serves_adapters or adapters_from is not None
         self.adapters_from = adapters_from
+        self._cpu = is_cpu_build() if cpu is None else cpu
         self.max_model_len = max_model_len
         self.extra_args = {
             name.replace("_", "-"): value for name, value in (extra_args or {}).items()
@@ -232,7 +237,7 @@ class VLLMServer(ServerConnection):
         death during the start, or a timeout; leaves nothing running then.
         """
         if self._child is not None:
-            raise RuntimeError("this server was started already; stop() it first")
+            raise RuntimeError("this server has been started already; stop() it first")
         folder = check_model_folder(self.model_folder)
         if folder is not None:
             merge_adapter(folder)
@@ -290,7 +295,7 @@ class VLLMServer(ServerConnection):
 
     def _raise_if_stopped(self) -> None:
         if self._stopped:
-            raise ServerStartError("the server was stopped while it started")
+            raise ServerStartError("the server was stopped during its start")
 
     def restart(self, model_folder: str | os.PathLike[str] | None = None) -> None:
         """Restart the server, with another model folder if one is given. Port and key stay the
@@ -307,7 +312,7 @@ class VLLMServer(ServerConnection):
         """Raise ServerDiedError, with the last log lines, if the process or its engine is gone."""
         child = self._child
         if child is None:
-            raise ServerDiedError("the server does not run: it was never started, or was stopped")
+            raise ServerDiedError("the server is not running: it was never started, or was stopped")
         problem = None
         try:
             status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
@@ -391,7 +396,7 @@ class VLLMServer(ServerConnection):
         }
         if self.max_model_len is not None:
             arguments["max-model-len"] = self.max_model_len
-        if is_cpu_build():
+        if self._cpu:
             arguments["enforce-eager"] = True
             arguments.update(cpu_arguments(self.model_folder, self.extra_args))
         if self.serves_adapters:
@@ -416,7 +421,7 @@ class VLLMServer(ServerConnection):
     def _environment(self) -> dict[str, str]:
         defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         given = {**os.environ, **self.env}
-        if is_cpu_build():
+        if self._cpu:
             defaults |= HEAP_VARIABLES
             # The variable would override it.
             if self.extra_args.get("kv-cache-memory-bytes") is None:
@@ -476,9 +481,9 @@ class VLLMServer(ServerConnection):
                 held.close()
                 why = error
         if self._port_is_given:
-            way_out = "give another port, or none to get a free one"
+            way_out = "use another port, or none for a free one"
         else:
-            way_out = "is it an address of this machine?"
+            way_out = "check that it is an address of this machine"
         raise ServerStartError(
             f"cannot serve at {self.host}:{self.port or 'any port'}: {why.strerror}; {way_out}"
         ) from why
@@ -495,7 +500,7 @@ class VLLMServer(ServerConnection):
                 returncode = child.poll()
             if returncode is not None:
                 raise ServerStartError(
-                    f"the vLLM server {_ending(returncode)} while it started; "
+                    f"the vLLM server {_ending(returncode)} during its start; "
                     f"{self._last_lines(child)}"
                 )
             state = self._state() or state
@@ -503,9 +508,9 @@ class VLLMServer(ServerConnection):
                 return
             if time.monotonic() > began + timeout:
                 raise ServerStartError(
-                    f"the vLLM server was not healthy after {timeout:g} s ({state}); a slow disk "
-                    "or much to compile needs a "
-                    f"longer start_timeout; {self._last_lines(child)}"
+                    f"the vLLM server was not healthy after {timeout:g} s ({state}); raise "
+                    "start_timeout if the disk is slow or vLLM compiles much; "
+                    f"{self._last_lines(child)}"
                 )
             time.sleep(0.1)
 
@@ -516,7 +521,7 @@ class VLLMServer(ServerConnection):
             if self._http("GET", "/health", None, 10.0, with_key=False)[0] != 200:
                 return "/health does not answer 200"
             if self._http("GET", "/v1/models", None, 10.0)[0] != 200:
-                return "it does not know its key"
+                return "it does not accept its key"
             if self._http("GET", "/version", None, 10.0, with_key=False)[0] != 401:
                 return "it answers without a key"
         except OSError:

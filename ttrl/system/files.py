@@ -455,7 +455,7 @@ def read_private(path: str | os.PathLike[str]) -> str:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if mode & 0o077:
             raise PermissionError(
-                f"others can read it: mode {mode:o}; make it yours alone: chmod 600 {path}"
+                f"others can read it: mode {mode:o}; make it private: chmod 600 {path}"
             )
         return file.read()
 
@@ -529,9 +529,8 @@ def model_files(folder: Path) -> list[Path]:
             weights or cache or real.is_relative_to(folder.resolve()) or _is_model(home)
         ):
             raise ModelFolderError(
-                f"{path} is a link to {real}, which is no file of a model; it would be copied "
-                "into each checkpoint: put the file "
-                "itself there, or remove the link"
+                f"{path} is a link to {real}, not a file of a model, and would be copied into each "
+                "checkpoint: put the file itself there, or remove the link"
             )
     return [
         path

@@ -88,7 +88,7 @@ def in_child(program: str, *arguments: str) -> str:
         last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
         raise UserError(f"PyTorch cannot use the GPU: {last}; {_WAY_OUT}") from error
     except subprocess.TimeoutExpired as error:
-        late = f"PyTorch did not answer within {_SECONDS} s when asked for the GPU"
+        late = f"PyTorch did not report the GPU within {_SECONDS} s"
         raise UserError(f"{late}; {_WAY_OUT}") from error
     return (done.stdout.strip().splitlines() or [""])[-1]
 

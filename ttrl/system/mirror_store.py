@@ -12,7 +12,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,17 +21,12 @@ from obstore.store import LocalStore, ObjectStore
 
 from ttrl.errors import StorageError
 from ttrl.system.files import atomic_file
-from ttrl.system.object_store import Store, reason
+from ttrl.system.object_store import Limits, Store, reason
 from ttrl.text import gib
 
 logger = logging.getLogger(__name__)
 
-_MOST_READ = 2**30
-"""Largest object to read into memory, such as a marker, in bytes: any writer to a mirror could make
-one of any size.
-"""
-
-REQUEST_TIMEOUT = timedelta(minutes=3)
+LIMITS = Limits(request=180.0)
 T = TypeVar("T")
 
 
@@ -50,6 +44,10 @@ class MirrorStore:
 
     part_bytes = 16 * 2**20
     """Larger objects are moved in parts, each with its own request."""
+    most_read = 2**30
+    """Largest object to read into memory, such as a marker, in bytes: any writer to a mirror could
+    make one of any size.
+    """
     first_pause = 0.5
     longest_pause = 60.0
     beat_seconds = 10.0
@@ -57,7 +55,7 @@ class MirrorStore:
     """The longest wait of a finished run for its mirror."""
 
     def __init__(self, address: str) -> None:
-        self._store = Store(address, what="a mirror", request_timeout=REQUEST_TIMEOUT)
+        self._store = Store(address, what="a mirror", limits=LIMITS)
         self.shown = self._store.shown
 
     def keys(self) -> dict[str, int]:
@@ -82,11 +80,11 @@ class MirrorStore:
         def get(store: ObjectStore) -> tuple[bytes, Tag] | None:
             try:
                 found = obstore.get(store, key)
-                if found.meta["size"] > _MOST_READ:
+                if found.meta["size"] > self.most_read:
                     size = gib(found.meta["size"])
-                    most = gib(_MOST_READ)
+                    most = gib(self.most_read)
                     raise ValueError(
-                        f"it has {size}, and {most} at most are read; no run writes so much "
+                        f"it has {size}, and ttrl reads at most {most}; no run writes that much "
                         "there: remove it"
                     )
                 return bytes(found.bytes()), Tag(found.meta["e_tag"], found.meta["version"])

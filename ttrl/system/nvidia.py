@@ -65,8 +65,8 @@ def gpu_problem(gpus: Gpus, cuda: tuple[int, int] = CUDA) -> str:
     """
     if gpus.capability is not None and gpus.capability < _CAPABILITY:
         return (
-            f"{gpus.names[0]} has compute capability {gpus.capability}, and vLLM's packages are "
-            f"built for {_CAPABILITY} (T4, RTX 20) and newer: use another GPU"
+            f"{gpus.names[0]} has compute capability {gpus.capability}, but vLLM's packages need "
+            f"{_CAPABILITY} (T4, RTX 20) or newer: use another GPU"
         )
     needed = _DRIVERS.get(cuda[0])
     major = int(gpus.driver.partition(".")[0] or 0)
@@ -83,9 +83,9 @@ def gpu_problem(gpus: Gpus, cuda: tuple[int, int] = CUDA) -> str:
     else:
         newer = "a newer driver"
     return (
-        f"the NVIDIA driver {gpus.driver} {supports}, and the packages are built with CUDA "
-        f"{cuda[0]}.{cuda[1]}, which needs {newer}: update the driver; on a data-center GPU "
-        f"NVIDIA's package cuda-compat-{cuda[0]}-{cuda[1]} does as well"
+        f"the NVIDIA driver {gpus.driver} {supports}, but the packages use CUDA "
+        f"{cuda[0]}.{cuda[1]}, and that needs {newer}: update the driver; on a data-center GPU, "
+        f"NVIDIA's package cuda-compat-{cuda[0]}-{cuda[1]} is enough"
     )
 
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import obstore
@@ -37,16 +37,8 @@ KNOWN = (
     "az://container/folder"
 )
 
-# Time limits of a store: a connection 3 s, a request 10 s, with two retries for transient failures;
-# 20 s in total.
-CONNECT_TIMEOUT = timedelta(seconds=3)
-REQUEST_TIMEOUT = timedelta(seconds=10)
-MAX_RETRIES = 2
-OPERATION_TIMEOUT = timedelta(seconds=20)
-
 FILE_THREADS = 8
 FAILURES_BEFORE_PAUSE = 3
-PAUSE_SECONDS = 30.0
 
 _SHOWN_OPTIONS = {
     "endpoint",
@@ -57,8 +49,9 @@ _SHOWN_OPTIONS = {
     "account_name",
 }
 _CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, for a server that is not "
-    "Amazon's, AWS_ENDPOINT_URL",
+    "s3": (
+        "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, outside Amazon, AWS_ENDPOINT_URL"
+    ),
     "gs": "GOOGLE_SERVICE_ACCOUNT (the path of a key file)",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
@@ -110,19 +103,37 @@ class TooLarge(Exception):  # noqa: N818 - it never leaves the cache
     """An object exceeds its reader's limit; the message says by how much."""
 
 
+class Limits(NamedTuple):
+    """Limits of a store in seconds."""
+
+    connect: float = 3.0
+    request: float = 10.0
+    """Of one request; in a mirror it moves a part of a large object."""
+    total: float = 20.0
+    """Of an operation, with its retries."""
+    retries: int = 2
+    """Number of retries after transient failures."""
+    pause: float = 30.0
+    """Without any attempt, after failures in a row."""
+
+
 class _Health:
     """Failures in a row, and the end of the pause."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause_seconds: float) -> None:
+        self._pause_seconds = pause_seconds
         self.failures = 0
         self.paused_until = 0.0
 
     def pause(self) -> None:
-        self.paused_until = time.monotonic() + PAUSE_SECONDS
+        self.paused_until = time.monotonic() + self._pause_seconds
 
     def failed(self) -> None:
         self.failures += 1
         self.pause()
+
+
+DEFAULT_LIMITS = Limits()
 
 
 class Store:
@@ -135,15 +146,14 @@ class Store:
         address: str | os.PathLike[str],
         *,
         what: str = "a cache",
-        request_timeout: timedelta = REQUEST_TIMEOUT,
+        limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         """Raises UserError for an impossible address. The first write makes a folder, not this.
 
-        what: the things kept there, in words. request_timeout: of one request, moving a part of a
-        large object.
+        what: the things kept there, in words.
         """
         self._what = what
-        self._request_timeout = request_timeout
+        self._limits = limits
         self.folder: Path | None = None
         self._store: ObjectStore | None = None
         text = os.fspath(address)
@@ -169,16 +179,14 @@ class Store:
         elif separator and scheme in CLOUD_SCHEMES:
             self._open_cloud(scheme, text)
         else:
-            raise UserError(f"{self._what} cannot be at {self.shown!r}; known are {KNOWN}")
+            raise UserError(f"{self._what} cannot be at {self.shown!r}; use {KNOWN}")
         # Separate, since a read-only store must still be read after a failed write.
-        self._reading, self._writing = _Health(), _Health()
+        self._reading, self._writing = _Health(limits.pause), _Health(limits.pause)
 
     def _open_folder(self, folder: Path) -> None:
         self.folder = folder.expanduser().absolute()
         if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(
-                f"{self._what} cannot be at {self.shown!r}: that is a file; give a folder"
-            )
+            raise UserError(f"{self._what} cannot be at {self.shown!r}, a file; give a folder")
 
     def _open_cloud(self, scheme: str, text: str) -> None:
         _grace_at_exit()
@@ -190,7 +198,7 @@ class Store:
             else:
                 hint = ""
             raise UserError(
-                f"{self.shown}: a name and password in {self._what}'s address are not used{hint}"
+                f"{self.shown}: ttrl uses no name and password in {self._what}'s address{hint}"
             )
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         # A plain http endpoint is a deliberate choice.
@@ -201,14 +209,17 @@ class Store:
             or ""
         )
         client: dict[str, object] = {
-            "connect_timeout": CONNECT_TIMEOUT,
-            "timeout": self._request_timeout,
+            "connect_timeout": timedelta(seconds=self._limits.connect),
+            "timeout": timedelta(seconds=self._limits.request),
         }
         plain = endpoint.startswith("http://") or scheme == "http"
         asked = options.pop("allow_http", "").strip().lower() in ("1", "true", "yes", "on")
         if asked or (kind in ("s3", "http") and plain):
             client["allow_http"] = True
-        retry: Any = {"max_retries": MAX_RETRIES, "retry_timeout": OPERATION_TIMEOUT}
+        retry: Any = {
+            "max_retries": self._limits.retries,
+            "retry_timeout": timedelta(seconds=self._limits.total),
+        }
         retry["backoff"] = {
             "init_backoff": timedelta(milliseconds=200),
             "max_backoff": timedelta(seconds=2),
@@ -219,7 +230,7 @@ class Store:
             self._store = from_url(bare, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]  # one overload a store
         except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
             if kind in _CREDENTIALS:
-                hint = f"; credentials are read from {_CREDENTIALS[kind]}"
+                hint = f"; put credentials into {_CREDENTIALS[kind]}"
             else:
                 hint = ""
             raise UserError(
@@ -252,24 +263,22 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def _trying(self, health: "_Health") -> AsyncIterator[None]:
-        """Count failures. After three in a row, skip the store for 30 s; then one attempt shows
+        """Count failures. After three in a row, skip the store for a while; then one attempt shows
         whether it is back.
         """
         if health.failures >= FAILURES_BEFORE_PAUSE:
             if time.monotonic() < health.paused_until:
                 raise Unavailable(
-                    f"{self.shown} is left alone for {PAUSE_SECONDS:.0f} s after failures",
+                    f"{self.shown} is paused for {self._limits.pause:.0f} s after failures",
                     skipped=True,
                 )
             health.pause()  # others wait for this attempt's result
         try:
-            async with asyncio.timeout(OPERATION_TIMEOUT.total_seconds()):
+            async with asyncio.timeout(self._limits.total):
                 yield
         except TimeoutError as error:
             health.failed()
-            raise Unavailable(
-                f"no answer within {OPERATION_TIMEOUT.total_seconds():.0f} s"
-            ) from error
+            raise Unavailable(f"no answer within {self._limits.total:.0f} s") from error
         except (exceptions.BaseError, OSError, ValueError, NotImplementedError) as error:
             health.failed()
             raise Unavailable(reason(error)) from error
@@ -347,7 +356,7 @@ def get_bytes(store: ObjectStore, key: str, most: float) -> bytes:
 
 def _check_size(key: str, size: int, most: float) -> None:
     if size > most:
-        raise TooLarge(f"{key} has {size:,} bytes; {most:,} at most are read")
+        raise TooLarge(f"{key} has {size:,} bytes; ttrl reads at most {most:,}")
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

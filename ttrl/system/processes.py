@@ -120,7 +120,7 @@ class ChildProcess:
         """
         if self._guard is not None:
             raise RuntimeError(
-                f"{self.command[0]} was started already; a ChildProcess is started once"
+                f"{self.command[0]} has been started already; start a new ChildProcess"
             )
         try:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,9 @@ class ChildProcess:
             # may be left.
             ended = _reap(self.record_path, even_of_living_owner=True)
             logger.warning(
-                "the guard of %s was killed; ended what was left: %s", self.command[0], ended
+                "the guard of %s was killed; ended its remaining processes: %s",
+                self.command[0],
+                ended,
             )
             self.returncode = -signal.SIGKILL
 
@@ -319,9 +321,7 @@ def _reap(record_path: Path, *, even_of_living_owner: bool = False) -> list[int]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning(
-            "%s cannot be read, so processes that it names may still run: %s", record_path, error
-        )
+        logger.warning("%s cannot be read, so its processes may still run: %s", record_path, error)
         return []
     if (
         not even_of_living_owner
@@ -336,7 +336,7 @@ def _reap(record_path: Path, *, even_of_living_owner: bool = False) -> list[int]
         ended = [pid for pid, _ in found]
         if found:
             logger.warning(
-                "ending processes that a killed run left behind: %s (%s)", ended, record["program"]
+                "ending the remaining processes of a killed run: %s (%s)", ended, record["program"]
             )
         left = process_guard.end_processes(lambda: _marked(mark, known), grace=3.0)
         if left:

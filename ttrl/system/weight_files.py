@@ -17,7 +17,7 @@ from ttrl.errors import ModelFolderError
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _HEAD = "lm_head.weight"
-_CHUNK = 1 << 24
+CHUNK_BYTES = 1 << 24
 _MOST_HEADER = 100_000_000
 """Bytes, the limit of safetensors."""
 
@@ -69,8 +69,9 @@ def _unreadable(file: Path, why: str) -> ModelFolderError:
     return ModelFolderError(f"{file} cannot be read ({why}); copy or download it again")
 
 
-def check_tied_head(files: Iterable[Path]) -> None:
+def check_tied_head(files: Iterable[Path], chunk_bytes: int = CHUNK_BYTES) -> None:
     """Check that an output head in the files of a model with tied embeddings equals these.
+    chunk_bytes: compared at once.
 
     Raises ModelFolderError with both names if they differ, or for a damaged file; OSError.
     """
@@ -85,17 +86,18 @@ def check_tied_head(files: Iterable[Path]) -> None:
         size = tensor.file.stat().st_size
         if size < tensor.stop:
             raise _unreadable(tensor.file, f"it ends after {size:,} of {tensor.stop:,} bytes")
-    difference = _difference(head, embedding)
+    difference = _difference(head, embedding, chunk_bytes)
     if difference is not None:
         raise ModelFolderError(
             f"{head.file.parent}: config.json ties the output head to the embeddings "
-            f"(tie_word_embeddings), but {head.name} in {head.file.name} is not "
-            f"{embedding.name} in {embedding.file.name}: {difference}. If this head is meant, set "
-            f'"tie_word_embeddings": false in config.json; if not, remove {head.name} from the file'
+            f"(tie_word_embeddings), but {head.name} in {head.file.name} differs from "
+            f"{embedding.name} in {embedding.file.name}: {difference}. To use this head, set "
+            f'"tie_word_embeddings": false in config.json; otherwise, remove {head.name} from the '
+            "file"
         )
 
 
-def _difference(head: StoredTensor, embedding: StoredTensor) -> str | None:
+def _difference(head: StoredTensor, embedding: StoredTensor, chunk_bytes: int) -> str | None:
     """Describe the first difference between two tensors; None if all values are equal."""
     if head.shape != embedding.shape:
         return f"its shape is {list(head.shape)}, not {list(embedding.shape)}"
@@ -108,8 +110,8 @@ def _difference(head: StoredTensor, embedding: StoredTensor) -> str | None:
         first = mmap.mmap(one.fileno(), 0, access=mmap.ACCESS_READ)
         second = mmap.mmap(other.fileno(), 0, access=mmap.ACCESS_READ)
         with first, second:
-            for begin in range(0, wide.size, _CHUNK):
-                end = min(begin + _CHUNK, wide.size)
+            for begin in range(0, wide.size, chunk_bytes):
+                end = min(begin + chunk_bytes, wide.size)
                 ours = first[wide.start + begin : wide.start + end]
                 theirs = second[narrow.start + begin // ratio : narrow.start + end // ratio]
                 if ratio == 2:

@@ -284,7 +284,7 @@ def get_arc_agi_tasks(
     else:
         unknown = [augment]
     if unknown:
-        raise TaskError(f"augment has {unknown}; give a list of any of {', '.join(AUGMENTATIONS)}")
+        raise TaskError(f"augment has {unknown}; choose from {', '.join(AUGMENTATIONS)}")
     if split == "test":
         names = ("evaluation", "test")
     else:
@@ -373,7 +373,7 @@ def parse_row(row: Row) -> ARCPuzzle:
     )
     if not train or not test:
         raise RowError(
-            f"{len(train)} train pairs and {len(test)} test pairs; there must be some of both"
+            f"{len(train)} train pairs and {len(test)} test pairs; give at least one of each"
         )
     name = row.get("id", row.get("task_id"))
     if name is None:

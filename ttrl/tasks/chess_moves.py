@@ -318,7 +318,7 @@ def parse_epd(line: str, name: str) -> Position:
     board, operations = chess.Board.from_epd(line)
     best = operations.get("bm")
     if not isinstance(best, list) or not best:
-        raise RowError("no bm (best move); it must have one")
+        raise RowError("no bm (best move); add one")
     points: dict[str, float] = {}
     if "c8" in operations and "c9" in operations:
         values = str(operations["c8"]).split()

@@ -23,8 +23,9 @@ def solver_class() -> Any:
 class Clauses:
     """Clauses, and tests of their satisfiability. Raises TaskError without python-sat."""
 
-    def __init__(self) -> None:
-        self._solver = solver_class()()
+    def __init__(self, solver: Any = None) -> None:
+        """solver: a class of python-sat; `solver_class` by default."""
+        self._solver = (solver or solver_class())()
         self._last = 0
 
     def new_variable(self) -> int:

@@ -104,7 +104,7 @@ def text_field(row: Row, name: str) -> str:
     """Return a non-empty text. Raises RowError."""
     value = row[name] if name in row else field(row, name)  # null is not missing
     if not isinstance(value, str) or not value.strip():
-        raise RowError(f"{name} is {short(value, 120)}; it must be a text that is not empty")
+        raise RowError(f"{name} is {short(value, 120)}; it must be a non-empty text")
     return value
 
 
@@ -113,7 +113,7 @@ def list_field(row: Row, name: str) -> list[Any]:
     value = from_json(row[name] if name in row else field(row, name))
     if not isinstance(value, list):
         raise RowError(
-            f"{name} is {short(value, 120)}; it must be a list, in csv one that is written as JSON"
+            f"{name} is {short(value, 120)}; it must be a list; in csv, write it as JSON"
         )
     return value
 
@@ -164,8 +164,8 @@ def select(
     )
     if n is not None and len(chosen) < n:
         raise TaskError(
-            f"{n} tasks of {what}, split {split}: there are {len(chosen)} rows; ask for fewer, "
-            "or n=None for all"
+            f"{n} tasks of {what}, split {split}, but there are only {len(chosen)} rows; ask for "
+            "fewer, or n=None for all"
         )
     return [row for _, row in chosen[:n]]
 
@@ -199,10 +199,10 @@ def without_repeats(
             conflicts.append(f"{said(number)} against {said(kept)}")
     repeats = len(named) - len(first)
     if repeats:
-        text = f"{what}: {counted(repeats, 'row')} left out, each a question that came before"
+        text = f"{what}: {counted(repeats, 'row')} left out, repeating an earlier question"
         if conflicts:
             more = len(conflicts) - _SHOWN_CONFLICTS
-            text += f"; {len(conflicts)} with another answer than the first, which is kept: "
+            text += f"; {len(conflicts)} of them with another answer; the first answer counts: "
             text += "; ".join(conflicts[:_SHOWN_CONFLICTS])
             text += f"; and {more} more" if more > 0 else ""
         _log.warning("%s", text)
@@ -264,7 +264,7 @@ def _open(
             return str(path), _one_each(path)
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise TaskError(f"{path}: files ending in {', '.join(SUFFIXES)} are read")
+            raise TaskError(f"{path}: unknown file ending; use {', '.join(SUFFIXES)}")
         return str(path), itertools.chain.from_iterable(map(_READERS[path.suffix], parts))
     text = os.fspath(source)
     if (
@@ -274,7 +274,7 @@ def _open(
         or not _HUB_ID.fullmatch(text)
     ):
         raise TaskError(
-            f"{path}: no such file or folder, and no id of a data set on the Hugging Face hub "
+            f"{path} is neither a file, a folder, nor a data set on the Hugging Face hub "
             "(owner/name)"
         )
     return _from_hub(text, splits, config)
@@ -302,8 +302,8 @@ def _in_folder(folder: Path, splits: Sequence[str], config: str | None) -> list[
     there = sorted(path.name for path in folder.iterdir())
     raise TaskError(
         f"{folder}: no file {' or '.join(split + '.jsonl' for split in splits) or '*.json'} (or "
-        f"{', '.join(SUFFIXES[1:])}); "
-        f"there are {short(there, 120)}. Name the file itself, or rename it"
+        f"{', '.join(SUFFIXES[1:])}); there are {short(there, 120)}. Give the file itself, or "
+        "rename it"
     )
 
 
@@ -325,7 +325,7 @@ def _parts(folder: Path, split: str) -> list[Path]:
     is_one_kind = len({path.suffix for *_, path in parts}) == 1
     if len(counts) > 1 or not is_one_kind or len(set(numbers)) < len(numbers):
         names = short([path.name for *_, path in parts], 160)
-        raise TaskError(f"{folder}: parts of several sets lie together: {names}; keep those of one")
+        raise TaskError(f"{folder}: it has parts of several sets: {names}; keep those of one")
     (count,) = counts
     if numbers != list(range(count)):
         all_parts = spans(range(count))
@@ -365,7 +365,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
         yield from _numbered(str(path), data)
     else:
         raise TaskError(
-            f"{path}: it holds {short(data, 120)}; it must hold a list of rows, or an object of "
+            f"{path} holds {short(data, 120)}; it must hold a list of rows, or an object of "
             "objects by their ids"
         )
 
@@ -377,9 +377,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
             # strict: else a missing closing quotation mark takes in the rest of the file
             for place, row in _numbered(str(path), csv.DictReader(file, strict=True)):
                 if None in row or None in row.values():
-                    raise TaskError(
-                        f"{place}: it has not as many columns as the first line has names"
-                    )
+                    raise TaskError(f"{place}: its number of columns differs from the first line's")
                 yield place, row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TaskError(f"{path}: cannot be read: {error}") from None
@@ -452,8 +450,7 @@ def _from_hub(
         first = str(error).partition("\n")[0]
         raise TaskError(
             f"{where}: cannot be loaded from the Hugging Face hub: {type(error).__name__}: "
-            f"{first}. Without a network, "
-            "download it elsewhere and give the path of its file"
+            f"{first}. Without a network, download it elsewhere and give its path"
         ) from error
     return where, _numbered(f"{where}, {split}", map(dict, rows))
 
@@ -469,8 +466,7 @@ def _check_hub(where: str) -> None:
         socket.getaddrinfo(host, 443)
     except OSError as error:
         raise TaskError(
-            f"{where}: no way to the Hugging Face hub: {host}: {error}. Without a network, "
-            "download it elsewhere and give the "
-            "path of its file; what was loaded before is found again with HF_HUB_OFFLINE=1 in "
-            "the environment"
+            f"{where}: the Hugging Face hub cannot be reached: {host}: {error}. Without a network, "
+            "download it elsewhere and give its path; with HF_HUB_OFFLINE=1 in the environment, "
+            "earlier downloads are found"
         ) from None

@@ -206,7 +206,7 @@ def _validation_questions(n: int, min_length: int, max_length: int) -> list[tupl
     questions = dict.fromkeys(_draw(rng, n * 20 if n > 0 else n, True, min_length, max_length))
     if len(questions) < n:
         raise TaskError(
-            f"{n} validation questions: there are words for {len(questions)}; ask for fewer or "
-            "for longer words"
+            f"{n} validation questions, but there are words for only {len(questions)}; ask for "
+            "fewer, or for longer words"
         )
     return list(questions)[:n]

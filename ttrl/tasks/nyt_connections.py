@@ -279,7 +279,7 @@ def read_puzzles(rows: Sequence[Row], where: str) -> list[ConnectionsPuzzle]:
     if len(whole) < len(games):
         missing = [name for name in games if name not in whole]
         _log.warning(
-            "%s: %d of %d games are left out, as words are missing: %s",
+            "%s: %d of %d games are left out because of missing words: %s",
             where,
             len(missing),
             len(games),
@@ -310,8 +310,8 @@ def _puzzle(name: str, row: Row, place: str) -> ConnectionsPuzzle:
     distinct = {comparable(word) for group in groups for word in group}
     if [len(group) for group in groups] != [SIZE] * GROUPS or len(distinct) != SIZE * GROUPS:
         raise TaskError(
-            f"{place}: groups {short(groups, 160)}; there must be {GROUPS} groups of {SIZE} "
-            "words, no word twice"
+            f"{place}: groups {short(groups, 160)}; give {GROUPS} groups of {SIZE} words, no word "
+            "twice"
         )
     return ConnectionsPuzzle(name, groups)
 

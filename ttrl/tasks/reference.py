@@ -48,7 +48,7 @@ def load_reference(
             if near:
                 known = f"did you mean {near[0]!r}?"
             else:
-                known = f"it has: {', '.join(there[:12]) or 'nothing that can be called'}"
+                known = f"it has: {', '.join(there[:12]) or 'no functions'}"
             raise UserError(f"{option} {reference}: {place} has no {name!r}; {known}")
         found = getattr(found, part)
     return found, module
@@ -65,9 +65,8 @@ def _import(name: str, reference: str, option: str) -> ModuleType:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module exists, but one of its imports does not
             raise UserError(
-                f"{option} {reference}: there is no module {error.name!r} in {folder} or on "
-                "Python's path; "
-                "give module:name, or path/to/file.py:name"
+                f"{option} {reference}: no module {error.name!r} in {folder} or on Python's path; "
+                "write module:name, or path/to/file.py:name"
             ) from None
     raise AssertionError
 
@@ -179,5 +178,5 @@ def tasks_of(found: Any, name: str, n: int | None = None, split: str | None = No
         found = itertools.islice(found, n)  # it may have no end
     listed = task_list(found, name)
     if not listed:
-        raise TaskError(f"{name}: there are no tasks")
+        raise TaskError(f"{name} is empty; give at least one task")
     return listed

@@ -115,7 +115,8 @@ class LengthPenalty:
         ids = getattr(choice, "token_ids", None)
         if ids is None:
             raise TaskError(
-                "length_penalty counts tokens, and the server gave no token ids (token_ids=True)"
+                "length_penalty counts tokens, but the server returned no token ids; set "
+                "token_ids=True"
             )
         over = min(1.0, max(0.0, (len(ids) - self.free) / (self.most - self.free)))
         return 0.0 - over, {"tokens": float(len(ids))}
@@ -184,9 +185,7 @@ def gated(grader: Grader, gate: Grader, *, least: float = 1.0, otherwise: float 
     both. Raises TaskError.
     """
     if not callable(grader) or not callable(gate):
-        raise TaskError(
-            "gated: give two graders, the second of which says whether the first is asked"
-        )
+        raise TaskError("gated: give two graders; the second one decides whether to ask the first")
     if not is_number(least) or not is_number(otherwise):
         raise TaskError(
             f"gated: least is {least!r} and otherwise is {otherwise!r}; give finite numbers"

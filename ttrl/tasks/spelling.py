@@ -112,8 +112,8 @@ def _pick(
     words = [word for word in words if in_validation("spelling " + word) == (split == "validation")]
     if not words or (split == "validation" and len(words) < n):
         raise TaskError(
-            f"{n} {split} tasks of spelling: there are {len(words)} words of {min_length} to "
-            f"{max_length} letters"
+            f"{n} {split} tasks of spelling, but there are only {len(words)} words of {min_length} "
+            f"to {max_length} letters; ask for fewer"
         )
     rng = random.Random(f"spelling {split} {'' if split == 'validation' else seed}")
     if split == "train":

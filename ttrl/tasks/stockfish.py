@@ -13,7 +13,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ttrl.errors import GraderError, TaskError
 
@@ -25,8 +25,6 @@ except ImportError as error:
         f"a judge of chess moves needs the package chess: pip install 'ttrl[tasks]' ({error})"
     ) from None
 
-_LONGEST_SECONDS = 20.0
-"""Of one analysis, for any number of nodes."""
 _DEBIAN = "/usr/games/stockfish"  # not on root's path
 
 _TABLE = (
@@ -51,6 +49,10 @@ class Stockfish:
     One search at a time for each process. Raises TaskError when there is no engine.
     """
 
+    longest_seconds: ClassVar[float] = 20.0
+    """Of one analysis, for any number of nodes."""
+    late_seconds: ClassVar[float] = 10.0
+    """After that, before an engine without an answer is ended."""
     path: str = "stockfish"
     nodes: int = 20_000
     cache: str | os.PathLike[str] | None = None
@@ -120,12 +122,13 @@ class Stockfish:
         self, engine: Any, board: "chess.Board", moves: "list[chess.Move] | None"
     ) -> float:
         """Return the expected score of the side to move, of all moves or of these."""
-        limit = chess.engine.Limit(nodes=self.nodes, time=_LONGEST_SECONDS)
+        limit = chess.engine.Limit(nodes=self.nodes, time=self.longest_seconds)
+        engine.timeout = self.late_seconds
         info = engine.analyse(
             board, limit, root_moves=moves, game=object(), info=chess.engine.INFO_SCORE
         )
         if "score" not in info:
-            raise chess.engine.EngineError("it gave no score")
+            raise chess.engine.EngineError("it returned no score")
         return float(info["score"].relative.wdl(model="lichess", ply=board.ply()).expectation())
 
 

@@ -32,7 +32,11 @@ Rollout: TypeAlias = "Callable[[Chat], Awaitable[GraderOutput | None]]"
 
 @dataclass(frozen=True)
 class Grade:
-    """A reward of at most LARGEST_REWARD, and named numbers, reported as means."""
+    """A reward of at most LARGEST_REWARD, and named numbers, reported as means.
+
+    >>> Grade(0.5, {"right": 0.0, "format": 1.0}).metrics["format"]
+    1.0
+    """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -58,13 +62,13 @@ class Grade:
         number = _number(reward)
         if number is None:
             raise GraderError(
-                f"{where}: the {who} returned {short(output, 80)}; a {who} returns a finite "
-                "number or (number, metrics)"
+                f"{where}: the {who} returned {short(output, 80)}; a {who} must return a "
+                "finite number or (number, metrics)"
             )
         if abs(number) > LARGEST_REWARD:
             raise GraderError(
-                f"{where}: the {who} returned the reward {number:g}, beyond ±{LARGEST_REWARD:g}; "
-                "no gradient could be computed with it: scale it down, or clip it"
+                f"{where}: the {who} returned the reward {number:g}, beyond ±{LARGEST_REWARD:g}, "
+                "too large for a gradient; scale it down, or clip it"
             )
         if not isinstance(metrics, Mapping):
             raise GraderError(
@@ -97,7 +101,11 @@ def _number(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class RolloutLimits:
-    """The limits of one rollout. Raises TaskError for impossible ones."""
+    """The limits of one rollout. Raises TaskError for impossible ones.
+
+    >>> RolloutLimits(turns=4, tokens=2000, total_seconds=300.0).turns
+    4
+    """
 
     turns: int = 64
     """Replies of the model."""
@@ -131,10 +139,10 @@ class RolloutLimits:
 class Task:
     """OpenAI chat messages, and a grader to turn the model's answer into a reward.
 
-        Task(
-            messages=[{"role": "user", "content": "How many r are in strawberry?"}],
-            grader=lambda choice: float(choice.message.content.strip() == "3"),
-        )
+    >>> task = Task(
+    ...     messages=[{"role": "user", "content": "How many r are in strawberry?"}],
+    ...     grader=lambda choice: float(choice.message.content.strip() == "3"),
+    ... )
 
     The grader gets the `Choice` of an OpenAI chat completion and returns a reward, or (reward,
     metrics), now or as an awaitable. Assistant messages among `messages` are context: training
@@ -204,8 +212,8 @@ class Task:
             self.grader is not None or (self.rollout is None and self.group_grader is None)
         ):
             raise TaskError(
-                f"{name}: grader is {short(self.grader, 80)}; give a function of the choice that "
-                "returns a reward"
+                f"{name}: grader is {short(self.grader, 80)}; give a function from a choice to a "
+                "reward"
             )
         if not isinstance(self.limits, RolloutLimits):
             raise TaskError(
@@ -214,8 +222,8 @@ class Task:
             )
         if type(self.level) is not int:
             raise TaskError(
-                f"{name}: level is {short(self.level, 80)}; give a whole number, of which lower "
-                "ones are easier"
+                f"{name}: level is {short(self.level, 80)}; give a whole number, lower for easier "
+                "tasks"
             )
         if not self.id:
             content = json.dumps(self.messages, sort_keys=True, default=str)
@@ -305,6 +313,13 @@ class Chat:
     task_id, sample: the rollout's identity; a random generator seeded with them repeats the same
         game.
     params: the sampling parameters.
+
+    >>> async def rollout(chat: Chat) -> float:
+    ...     guess = await chat()
+    ...     check = await chat("Are you sure? Answer yes or no.")
+    ...     return float("4" in guess.message.content and "yes" in check.message.content)
+    >>> question = {"role": "user", "content": "What is 2 + 2?"}
+    >>> task = Task([question], rollout=rollout, limits=RolloutLimits(turns=2))
     """
 
     def __init__(
@@ -348,7 +363,8 @@ class Chat:
         if self._is_asking:
             await asyncio.sleep(0)  # a caller's retry loop must let the reply come
             raise RolloutError(
-                "this chat is waiting for a reply; ask at the same time in a copy, chat.copy()"
+                "this chat is waiting for a reply; for requests at the same time, use a copy: "
+                "chat.copy()"
             )
         added = (
             [{"role": "user", "content": new}]

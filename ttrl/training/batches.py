@@ -142,16 +142,16 @@ def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None =
     """
     if not packed.num_trained:
         raise PackError(
-            f"none of the pack's {packed.num_rows} rows has a label, so there is nothing to "
-            "train on"
+            f"none of the pack's {packed.num_rows} rows has a trained token; check max_tokens and "
+            "seq_len, and pack again"
         )
     vocab_size = policy.decoder.tok_embeddings.num_embeddings
     context = policy.decoder.max_seq_len
     largest = int(torch.maximum(packed.tokens.max(), packed.labels.max()))
     if largest >= vocab_size:
         raise PackError(
-            f"the pack holds token id {largest}, but the model has {vocab_size} tokens; was it "
-            "made with another model?"
+            f"the pack holds token id {largest}, but the model has {vocab_size} tokens; use the "
+            "model of the pack"
         )
     longest = int(packed.input_pos.max()) + 1
     if longest > context:
@@ -167,9 +167,8 @@ def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None =
     if made_with is not None and own is not None and made_with != own:
         raise PackError(
             f"the pack was made with another tokenizer than that of {model} (digests "
-            f"{made_with[:12]} and {own[:12]}), so its "
-            "token ids mean something else there; pack again with this model, or train the model "
-            "that it was made with"
+            f"{made_with[:12]} and {own[:12]}), so its token ids differ in meaning; pack again "
+            "with this model, or train the pack's model"
         )
 
 
@@ -190,8 +189,8 @@ def replayed(packed: PackedTensors, policy: Policy, config: GRPOConfig) -> Packe
     if experts.shape[2] != layers or int(experts.max()) >= known:
         raise PackError(
             f"the pack holds experts up to number {int(experts.max())} of {experts.shape[2]} "
-            f"layers, but the model has {known} "
-            f"experts and {layers} layers; was it sampled from another model?"
+            f"layers, but the model has {known} experts and {layers} layers; use the model of the "
+            "pack"
         )
     return packed
 

@@ -279,8 +279,7 @@ def hand_over(
     own = list(_entries(policy, dtype, memory.here))
     if any(entry.within for entry in own):
         raise StorageError(
-            "experts that several processes share are not held out in memory; servers read the "
-            "checkpoint's files"
+            "ttrl does not share distributed experts in memory; servers read the checkpoint's files"
         )
     entries = [
         entry

@@ -131,11 +131,9 @@ class Skipped:
             )
         if self.in_a_row > self._most:
             raise DivergedError(
-                f"optimizer step {step}: {why}; it was not taken, like the {self.in_a_row - 1} "
-                "before it, which is more than "
-                f"max_skipped_steps ({self._most}) in a row, so nothing was saved; lower lr or "
-                "max_grad_norm, or look at the "
-                "samples that are named above"
+                f"optimizer step {step}: {why}; it was skipped, like the {self.in_a_row - 1} "
+                f"before it: more than max_skipped_steps ({self._most}) in a row. Nothing was "
+                "saved; lower lr or max_grad_norm, or check the samples listed above"
             )
         logger.warning("optimizer step %d is skipped (%d in a row): %s", step, self.in_a_row, why)
 
@@ -152,7 +150,7 @@ def memory_advice(config: TrainingConfig, seq_len: int) -> Iterator[None]:
         yield
     except MemoryError as error:
         raise TrainerMemoryError(
-            f"the memory of this process ran out; {advice(config, seq_len)}"
+            f"this process ran out of memory; {advice(config, seq_len)}"
         ) from error
     except RuntimeError as error:
         on_cuda = isinstance(error, torch.cuda.OutOfMemoryError)

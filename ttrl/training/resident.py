@@ -142,14 +142,14 @@ class Residence:
                 self._is_parked = is_parked
         elif config.kept is not None:
             raise RunFolderError(
-                f"this process does not hold what iteration {config.kept} left, and no file has "
-                "it; the same command trains it "
-                f"again from {config.model}"
+                f"the result of iteration {config.kept} is neither in this process nor in a file; "
+                f"the same command trains it again from {config.model}"
             )
         else:
             if kept is not None:
                 logger.info(
-                    "the files or settings of this iteration are not what is in memory; loading %s",
+                    "the files or settings of this iteration differ from those in memory; loading "
+                    "%s",
                     config.model,
                 )
             del kept  # two models would not fit
@@ -200,7 +200,7 @@ class Residence:
                 self._park(trained)
         except StorageError as error:
             self._memory.close()
-            logger.warning("servers have to read files: %s", error)
+            logger.warning("servers must read files: %s", error)
             return False
         self.canary = canary
         self._here.barrier()  # the others have left it, too
@@ -224,9 +224,8 @@ class Residence:
         except StorageError as error:
             logger.warning(
                 "the next iteration will read the trainer's weights and state from files: they "
-                "cannot wait in memory while "
-                "servers have the GPU; %s; adapters (lora_rank) or optimizer 'adamw_8bit' need "
-                "less, placement 'split' none",
+                "cannot wait in memory while servers have the GPU; %s. Adapters (lora_rank) or "
+                "optimizer 'adamw_8bit' need less, placement 'split' none",
                 error,
             )
 

@@ -127,8 +127,8 @@ class Stepper:
                 why = "the gradient norm is " + " and ".join(infinite)
         if why is not None and isinstance(self.optimizer, OptimizerInBackward):
             why += (
-                "; with optimizer_in_backward, parameters whose gradients are finite have been "
-                "stepped already"
+                "; with optimizer_in_backward, parameters with finite gradients have been stepped "
+                "already"
             )
         self.global_step += 1
         if why is None:

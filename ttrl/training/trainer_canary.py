@@ -86,7 +86,7 @@ def _text_tokens(folder: Path) -> list[int]:
     try:
         tokens: list[int] = Tokenizer.from_file(str(file)).encode(_TEXT).ids
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for everything
-        logger.warning("the canary is made of random tokens: %s cannot be read: %s", file, error)
+        logger.warning("the canary consists of random tokens: %s cannot be read: %s", file, error)
         return []
     if len(set(tokens[:CANARY_LENGTH])) >= _DISTINCT:
         return tokens

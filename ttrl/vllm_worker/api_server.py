@@ -51,9 +51,7 @@ def main() -> None:
         try:
             _start_sooner()
         except ImportError as error:
-            logger.warning(
-                "another vLLM than this was written for starts its own way, more slowly: %s", error
-            )
+            logger.warning("unknown vLLM version: it starts its own, slower way: %s", error)
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 

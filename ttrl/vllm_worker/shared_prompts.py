@@ -58,7 +58,7 @@ def _why_not(worker: Any) -> str | None:
     runner = worker.model_runner
     layers = config.compilation_config.static_forward_context
     if runner.device.type != "cpu" or not hasattr(runner, "_model_forward"):
-        return "not a model runner for CPUs that this was written for"
+        return "an unknown model runner for CPUs"
     if config.compilation_config.mode != CompilationMode.NONE:
         return "the model is compiled"
     if (
@@ -75,7 +75,7 @@ def _why_not(worker: Any) -> str | None:
         type(layer) is not Attention or layer.attn_type != AttentionType.DECODER
         for layer in layers.values()
     ):
-        return "layers that mix tokens otherwise than the attention of decoders"
+        return "layers other than decoder attention mix tokens"
     if (
         len(groups := runner.kv_cache_config.kv_cache_groups) != 1
         or worker.vllm_config.cache_config.kv_sharing_fast_prefill
@@ -119,7 +119,7 @@ class SharedPrompts:
                 shared = self._shared(input_ids, positions, others)
             # Another vLLM or model: vLLM's own way rewrites all of the step's cache.
             except Exception as error:
-                logger.exception("a step that computes prompts once has failed")
+                logger.exception("a step with shared prompts has failed")
                 self._stop(f"{type(error).__name__}: {error}")
         if shared is not None and self._steps & (self._steps - 1):  # not a power of two
             return shared

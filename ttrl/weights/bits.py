@@ -75,21 +75,19 @@ def check_bits(
         cause = f"since then, {'; '.join(changed)}"
     else:
         cause = (
-            "rows and settings are the same, so another processor or another version of a "
-            "library computed it, or memory, or a "
-            "file that it started from, is damaged"
+            "rows and settings are the same, so the cause is another processor, another version "
+            "of a library, damaged memory, or a damaged starting file"
         )
     message = (
-        f"iteration {iteration.number} was trained again, and {len(wrong)} of {len(names)} "
-        "tensors are not, bit for bit, those "
-        f"that servers were given before, such as {wrong[0]}: {cause}"
+        f"iteration {iteration.number} was trained again, and {len(wrong)} of {len(names)} tensors "
+        f"differ from the servers' earlier ones, such as {wrong[0]}: {cause}"
     )
     if recipe.get("device") == "cuda":
-        return logger.warning("%s; what follows goes on from these", message)
+        return logger.warning("%s; the run continues from these", message)
     raise RunFolderError(
-        f"{message}. Put that right and start the same command again; or, to go on with these "
-        "weights although later iterations "
-        f"were sampled from others, remove {path} and the {WEIGHTS_FILE} of those"
+        f"{message}. Fix the cause and start the same command again. To continue with these "
+        f"weights, although other weights sampled later iterations, remove {path} and the "
+        f"{WEIGHTS_FILE} of later iterations"
     )
 
 

@@ -119,8 +119,8 @@ def check_canary(
     stale = cache_is_empty and cached > 0
     if stale and problem is None:
         problem = (
-            f"{cached} of the canary's {len(canary.token_ids)} tokens came from the prefix cache, "
-            "which was emptied: keys and values of the old weights"
+            f"{cached} of the canary's {len(canary.token_ids)} tokens came from the emptied prefix "
+            "cache: keys and values of the old weights"
         )
     differences = [
         abs(served - trained) if math.isfinite(served) else math.inf for _, served, trained in rows

@@ -154,7 +154,7 @@ class Member:
             self._asleep = True
             self._fresh = False
         except (ServerError, UserError) as error:
-            logger.warning("%s does not sleep, it is stopped instead: %s", server.base_url, error)
+            logger.warning("%s does not sleep; stopping it instead: %s", server.base_url, error)
             self.stop()
 
     def serve_merged(self) -> None:
@@ -228,7 +228,7 @@ class Member:
 
     def _restart(self, server: VLLMServer, policy: Policy, died: ServerDiedError) -> SyncReport:
         """Start it again with the checkpoint; or with the base, if only memory has the weights."""
-        logger.warning("a server is gone and is started anew: %s", died)
+        logger.warning("a server died and restarts: %s", died)
         try:
             if policy.has_files:
                 report = self._sync_by("restart", policy)
@@ -236,9 +236,7 @@ class Member:
                 server.restart(policy.base)
                 report = self._sync_by("reload", policy)
         except ServerDiedError as error:
-            raise WeightSyncError(
-                f"the server died again after it was started anew: {error}"
-            ) from died
+            raise WeightSyncError(f"the server died again after a restart: {error}") from died
         return replace(report, fell_back=str(died).splitlines()[0])
 
     def _sync_by(
@@ -274,7 +272,7 @@ class Member:
                     self.problem = None
                     logger.warning("%s is back", self.server.base_url)
                 return
-            self._lose("it was started anew, or somebody else gave it other weights")
+            self._lose("it restarted, or another process gave it other weights")
         else:
             if self.proven is not None and not server.has_ended:
                 return

@@ -47,10 +47,15 @@ def make_server(
     env: dict[str, str] | None = None,
     adapters: bool = False,
     kind: type[VLLMServer] = VLLMServer,
+    cpu: bool | None = None,
 ) -> VLLMServer:
     """Return a server of a run, not started yet. Raises ConfigError for arguments in
     `config.server` set by ttrl itself.
+
+    cpu: whether vLLM is built for CPUs; None: as the installed one.
     """
+    if cpu is None:
+        cpu = is_cpu_build()
     extra: dict[str, object] = {}
     if adapters:
         rank = lora_rank_there(model_folder, config.recipe_config({}).lora_rank or 1)
@@ -59,7 +64,7 @@ def make_server(
         )
     if config.recipe_config({}).router_replay:
         extra["enable_return_routed_experts"] = True
-    if config.server_sleeps and not is_cpu_build():
+    if config.server_sleeps and not cpu:
         extra["enable_sleep_mode"] = True
     return kind(
         model_folder,
@@ -73,6 +78,7 @@ def make_server(
         env=env,
         serves_adapters=adapters,
         start_timeout=config.start_timeout,
+        cpu=cpu,
     )
 
 
@@ -106,7 +112,8 @@ class PolicyServer:
 
     others: given the model to start with, returns the servers started by others; None: the run's
     `joined_servers`. own, sync: the class of the servers started here, and the function to bring
-    weights to any server. look_seconds: time between two looks at our servers.
+    weights to any server. merge: writes merged weights into a checkpoint with an adapter.
+    look_seconds: time between two looks at our servers.
     """
 
     def __init__(
@@ -118,6 +125,7 @@ class PolicyServer:
         others: Callable[[Path], Sequence[JoinedServer]] | None = None,
         own: type[VLLMServer] = VLLMServer,
         sync: Callable[..., SyncReport] = sync_weights,
+        merge: Callable[[Path], None] = merge_adapter,
         look_seconds: float = 1.0,
         look_at_others_seconds: float = 5.0,
     ) -> None:
@@ -127,6 +135,7 @@ class PolicyServer:
         self._make_others = others
         self._own = own
         self._sync = sync
+        self._merge_adapter = merge
         self._look_seconds = look_seconds
         self._look_at_others_seconds = look_at_others_seconds
         self._members: list[Member] = []
@@ -255,7 +264,7 @@ class PolicyServer:
     def _served_version(self) -> str:
         serving = self._serving
         if serving is None:
-            raise ServerError("no server runs; serve() starts one")
+            raise ServerError("no server is running; serve() starts one")
         return serving.version
 
     def stop(self) -> None:
@@ -299,7 +308,7 @@ class PolicyServer:
                 adapters=self._adapters,
                 kind=self._own,
             )
-            for number, env in enumerate(_environments(config))
+            for number, env in enumerate(server_environments(config, cpu=is_cpu_build()))
         ]
         others = joined_servers(config) if self._make_others is None else self._make_others(base)
         compare = config.weight_check == "all"
@@ -324,7 +333,7 @@ class PolicyServer:
 
     def _merge(self, checkpoint: Path) -> None:
         if not self._adapters:
-            merge_adapter(checkpoint)
+            self._merge_adapter(checkpoint)
 
     def _bring(self, member: Member, policy: Policy) -> Sync | None:
         try:
@@ -335,13 +344,12 @@ class PolicyServer:
                 raise
             if member.ours is None and isinstance(error, WeightSyncError):
                 raise WeightSyncError(
-                    f'{error}; if vLLM does not serve this adapter, say adapters="merged"'
+                    f'{error}; if vLLM does not serve this adapter, set adapters="merged"'
                 ) from error
             if member.ours is None:
                 raise
             logger.warning(
-                "vLLM does not serve this run's adapters; it is given merged weights from now "
-                "on: %s",
+                "vLLM does not serve this run's adapters; it gets merged weights from now on: %s",
                 error,
             )
             self._adapters = False
@@ -427,13 +435,15 @@ class PolicyServer:
                 looked_at_others = time.monotonic()
 
 
-def _environments(config: TrainConfig) -> list[dict[str, str]]:
-    """Return environment variables for each of our servers: its share of this machine."""
-    split = config.placement == "split" and not is_cpu_build()
+def server_environments(config: TrainConfig, *, cpu: bool) -> list[dict[str, str]]:
+    """Return environment variables for each of our servers: its share of this machine. cpu: whether
+    vLLM is built for CPUs.
+    """
+    split = config.placement == "split" and not cpu
     servers = config.servers_here
     if servers == 0 or (servers == 1 and not split):
         return [{} for _ in range(servers)]
-    if is_cpu_build():
+    if cpu:
         return [thread_variables(servers) for _ in range(servers)]
     # It gives out the devices.
     if "ray" in (config.server.get(f"distributed{dash}executor{dash}backend") for dash in "_-"):

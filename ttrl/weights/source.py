@@ -66,12 +66,12 @@ class Files:
             different = [name for name, sha in worker.items() if written.get(name, sha) != sha]
             if different:
                 found.append(
-                    f"{len(different)} tensors in the files are not those that the trainer wrote, "
-                    f"such as {different[0]}; they were damaged or replaced"
+                    f"{len(different)} tensors in the files differ from the trainer's, such as "
+                    f"{different[0]}; they were damaged or replaced"
                 )
             if unknown:
                 found.append(
-                    f"{len(unknown)} tensors in the files are none of the trainer's, such as "
+                    f"{len(unknown)} tensors in the files are unknown to the trainer, such as "
                     f"{unknown[0]}"
                 )
             if not worker:

@@ -32,7 +32,6 @@ from ttrl.weights.verify import LOAD_SECONDS, Proof, prove, verify_weights
 logger = logging.getLogger(__name__)
 
 # How long the prefix cache may refuse to be emptied because requests still run.
-_DRAIN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def sync_weights(
         try:
             proof = verify_weights(server, folder, compare=compare)
         except WeightSyncError as error:
-            logger.warning("%s did not load its weights as it should: %s", server.base_url, error)
+            logger.warning("%s did not load its weights correctly: %s", server.base_url, error)
         else:
             server.policy_folder = folder
             return SyncReport("start", time.monotonic() - began, proof)
@@ -120,13 +119,13 @@ def sync_weights(
         if not isinstance(server, VLLMServer):
             raise WeightSyncError(
                 f"the server at {server.base_url} does not compute with the weights in {folder}: "
-                f"{problems[-1]}; it cannot be restarted from here: start it again on its host "
-                "(ttrl serve), with the same model and dtype"
+                f"{problems[-1]}; this process cannot restart it: start it again on its host (ttrl "
+                "serve), with the same model and dtype"
             )
-    assert isinstance(server, VLLMServer), "only ours are restarted"
+    assert isinstance(server, VLLMServer), "only our own servers can restart"
     after = "a restart"
     if problems:
-        after = f"a restart (the reload before it failed: {problems[-1]})"
+        after = f"a restart (the earlier reload failed: {problems[-1]})"
     _restart(server, folder)
     proof = verify_weights(server, folder, after=after, compare=compare)
     return SyncReport(
@@ -234,19 +233,19 @@ def load_weights(server: ServerConnection, source: Source) -> None:
     server.request("POST", "/collective_rpc", body, timeout=LOAD_SECONDS)
 
 
-def reset_prefix_cache(server: ServerConnection) -> None:
+def reset_prefix_cache(server: ServerConnection, drain_seconds: float = 30.0) -> None:
     """Empty the prefix cache. vLLM refuses while requests run; raises ServerError if it still does
-    after 30 s.
+    after `drain_seconds`.
     """
-    deadline = time.monotonic() + _DRAIN_SECONDS
+    deadline = time.monotonic() + drain_seconds
     while True:
         answer = server.request("POST", "/reset_prefix_cache")
         if isinstance(answer, dict) and answer.get("success") is True:
             return
         if time.monotonic() > deadline:
             raise ServerError(
-                f"POST /reset_prefix_cache: still {answer} after {_DRAIN_SECONDS:g} s; are "
-                "requests running?"
+                f"POST /reset_prefix_cache: still {answer} after {drain_seconds:g} s; check for "
+                "running requests"
             )
         time.sleep(0.1)
 

@@ -64,8 +64,9 @@ def prove(
     problem = report.problem
     if problem is not None and _is_excused(server, report, proof, just_started):
         logger.warning(
-            "%s has the trainer's weights, bit for bit, and computes something else with them: %s; "
-            "the differences of all sampled tokens will show whether that is more than rounding",
+            "%s has the trainer's weights, bit for bit, but computes different log-probabilities: "
+            "%s; the differences over all sampled tokens will show whether it is more than "
+            "rounding",
             server.base_url,
             problem,
         )
@@ -105,9 +106,9 @@ def verify_weights(
     if proof.problem is not None:
         raise WeightSyncError(
             f"after {after}, the server does not compute with the weights in {checkpoint_folder}: "
-            f"{proof.problem}; dtype, config.json and weights of trainer and server must agree; a "
-            "file that changed since the trainer wrote it must be made again (remove the "
-            "iteration's marker), or copied again"
+            f"{proof.problem}. Use the same dtype, config.json and weights for trainer and server; "
+            "if a file has changed since, make it again (remove the iteration's marker), or copy "
+            "it again"
         )
     return proof
 
@@ -125,13 +126,13 @@ def compare_weights(server: ServerConnection, source: Source) -> Proof:
     failed = [worker.failed for worker in workers if worker.failed]
     if failed:
         logger.warning(
-            "%s cannot compare its weights, so the canary alone speaks for them: %s",
+            "%s cannot compare its weights; only the canary checks them: %s",
             server.base_url,
             failed[0],
         )
         return Proof()
     problems = [
-        f"what the server holds differs: {problem}"
+        f"the server's weights differ: {problem}"
         for worker in workers
         for problem in worker.problems
     ]

@@ -171,7 +171,7 @@ def test_parts_that_are_no_text_are_refused_by_name(role, template, tokenizer_of
 
 def test_an_assistant_that_says_nothing_in_parts_is_not_trained(tokenizer_of):
     for content in (None, [], [{"type": "text", "text": None}]):
-        with pytest.raises(TokenizationError, match="it says nothing"):
+        with pytest.raises(TokenizationError, match="it is empty"):
             tokenize_chat(tokenizer_of("plain"), one_turn("What?", content))
 
 

@@ -71,7 +71,7 @@ def test_a_template_that_no_tags_can_be_put_into(tokenizer_of, templates):
     """`varargs` means something else inside a macro."""
     tokenizer = tokenizer_of("{{ varargs is defined }}" + templates["plain"])
     with pytest.raises(
-        TokenizationError, match=r"with \{% generation %} tags it writes another text, marked at"
+        TokenizationError, match=r"with \{% generation %} tags, it writes another text and marks"
     ):
         tokenize_chat(tokenizer, MESSAGES)
 
@@ -87,8 +87,7 @@ def test_the_table(table, tmp_path, templates, capsys):
     said = capsys.readouterr().out
     assert "| a/plain.jinja | handled | 1/1 | 1/1 | 3/3 |" in said
     assert (
-        "| open ends.jinja | refused | ! |" in said
-        and "there is no special token of the tokenizer" in said
+        "| open ends.jinja | refused | ! |" in said and "no special token of the tokenizer" in said
     )
     assert "| tokenizer_config.json:rag | refused | - |" in said
 
@@ -107,9 +106,9 @@ def test_all_shared_templates(table, shared_templates):
                 known in reason
                 for known in (
                     "leaves out its",
-                    "once the conversation goes on",
+                    "once the conversation continues",
                     "must alternate",
                     "System role not supported",
-                    "when an answer is to follow",
+                    "before a reply, but the answered conversation",
                 )
             ), (name, reason)

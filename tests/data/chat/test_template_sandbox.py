@@ -146,16 +146,15 @@ def peak_of(function):
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_template_that_takes_all_memory_is_stopped_before(attack, tokenizer_of, monkeypatch):
+def test_a_template_that_takes_all_memory_is_stopped_before(attack, tokenizer_of):
     # Not by the limit of time.
-    monkeypatch.setattr("ttrl.data.chat.rendering.RENDER_SECONDS", 600.0)
-    template = ChatTemplate(tokenizer_with(ATTACKS[attack], tokenizer_of), now=NOW)
+    template = ChatTemplate(tokenizer_with(ATTACKS[attack], tokenizer_of), now=NOW, seconds=600.0)
     peak, error = peak_of(lambda: template.render(HI, answer_next=True))
     assert isinstance(error, ModelFolderError), error
     assert peak < MOST
     assert "the chat template of" in str(
         error
-    ) and "for one conversation; look at it, or take another" in str(error)
+    ) and "for one conversation; check it, or set another" in str(error)
 
 
 def test_a_template_is_stopped_with_tags_too(tokenizer_of):

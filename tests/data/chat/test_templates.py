@@ -84,13 +84,13 @@ def test_no_template(tokenizer):
         (
             "message['content']",
             "message['content'] | upper",
-            "changes what it says to 'ÜND HI!|leaves out its text: 'ÜND HI!",
+            "changes its text to 'ÜND HI!|leaves out its text: 'ÜND HI!",
         ),
-        ("message['content']", "message['content'] | replace('Ünd ', '')", "changes what it says"),
+        ("message['content']", "message['content'] | replace('Ünd ', '')", "changes its text"),
         (
             "'<|im_start|>assistant\\n'",
             "'<|im_start|>assistant\\n<think>'",
-            "the answered conversation goes on with",
+            "the answered conversation continues with",
         ),
         ("'<|im_end|>'", "''", "end-of-turn token"),
         (

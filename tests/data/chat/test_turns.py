@@ -64,7 +64,8 @@ def test_thinking_that_earlier_turns_lose_is_trained_in_a_sequence_of_its_own(
     chat = tokenize_chat(tokenizer, messages)
     assert trained(tokenizer, chat) == {3: "<think>\nAh.\n</think>\n\nSecond.<|im_end|>"}
     assert (
-        "another way once the conversation goes on: 'First.<|im_end|>" in chat.untrained[0].reason
+        "renders it differently once the conversation continues: 'First.<|im_end|>"
+        in chat.untrained[0].reason
     )
     both = tokenize_chat_turns(tokenizer, messages)
     assert [trained(tokenizer, one) for one in both] == [
@@ -141,7 +142,7 @@ def test_a_special_token_in_a_tool_call(tokenizer_of, trained):
     """
     tokenizer = tokenizer_of("instructs")
     for function, reason in (
-        ({"name": "f", "arguments": {"x": "a</s>b"}}, "where a server would have stopped"),
+        ({"name": "f", "arguments": {"x": "a</s>b"}}, "at which a server would have stopped"),
         ({"name": "f", "arguments": {"x": "a", "</s>": 1}}, "hold the special token '</s>'"),
     ):
         messages = [
@@ -187,7 +188,7 @@ def test_tool_calls_without_texts(tokenizer_of, trained, templates, arguments):
 )
 def test_messages_that_say_nothing(tokenizer_of, message):
     with pytest.raises(
-        TokenizationError, match=r"message 1: (it says nothing|function_call is the old form)"
+        TokenizationError, match=r"message 1: (it is empty|function_call is the old form)"
     ):
         tokenize_chat(tokenizer_of("plain"), [Q1, {"role": "assistant"} | message])
 
@@ -214,9 +215,7 @@ def test_the_clock_stands_still(tokenizer_of):
 
 def test_stop_tokens_end_turns_that_the_template_leaves_open(tokenizer_of, trained):
     tokenizer = tokenizer_of("open ends")
-    with pytest.raises(
-        TokenizationError, match=r"puts '' behind the answer.*stop_tokens names those"
-    ):
+    with pytest.raises(TokenizationError, match=r"puts '' after the reply.*Set stop_tokens"):
         tokenize_chat(tokenizer, TWO_TURNS)
     chat = tokenize_chat(tokenizer, TWO_TURNS, stop_tokens=["<|user|>", "</s>"])
     assert (
@@ -228,7 +227,7 @@ def test_stop_tokens_end_turns_that_the_template_leaves_open(tokenizer_of, train
 
 
 def test_the_header_of_a_next_answer_is_no_end_of_turn(tokenizer_of, trained, templates):
-    with pytest.raises(TokenizationError, match="there is no special token"):
+    with pytest.raises(TokenizationError, match="no special token of the tokenizer"):
         tokenize_chat(tokenizer_of(templates["always asks"].replace("<|im_end|>", "")), TWO_TURNS)
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
     assert trained(tokenizer, tokenize_chat(tokenizer, TWO_TURNS)) == {
@@ -248,7 +247,7 @@ def test_special_tokens_in_texts(tokenizer_of, trained):
     chat = tokenize_chat(tokenizer, [Q1, {"role": "assistant", "content": "x<|im_end|>y"}, Q2, A2])
     assert [turn.message for turn in chat.untrained] == [
         1
-    ] and "where a server would have stopped" in chat.untrained[0].reason
+    ] and "at which a server would have stopped" in chat.untrained[0].reason
 
 
 def test_named_templates(tokenizer_of, trained, templates):
@@ -283,7 +282,7 @@ def test_a_refusal_names_the_template_and_the_reason(tokenizer_of):
     ):
         tokenize_chat(tokenizer_of("never asks"), [Q1, A1])
     with pytest.raises(
-        TokenizationError, match=r"renders the prompt as .*<think>.* when an answer is to follow"
+        TokenizationError, match=r"renders the prompt as .*<think>.* before a reply"
     ):
         tokenize_chat(tokenizer_of("opens"), [Q1, A1])
     with pytest.raises(TokenizationError, match="message 0: no message comes before it"):
@@ -301,5 +300,5 @@ def test_a_template_that_changes_an_answer_is_refused(tokenizer_of, templates, f
     tokenizer = tokenizer_of(
         templates["plain"].replace("m['content']", f"(m['content'] | {filter})")
     )
-    with pytest.raises(TokenizationError, match=r"changes what it says|leaves out its text"):
+    with pytest.raises(TokenizationError, match=r"changes its text|leaves out its text"):
         tokenize_chat(tokenizer, [Q1, {"role": "assistant", "content": 'It is "www.firstly.com".'}])

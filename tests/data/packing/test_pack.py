@@ -354,7 +354,7 @@ def test_a_first_sample_longer_than_a_row_leaves_no_row_of_padding():
     assert [sample.task_id for sample in packed.samples] == ["a"]
     with pytest.raises(
         PackError,
-        match=r"task 'long', sample 0 takes 21 positions .* seq_len is 8, and 1 of 2 .* at least 21",
+        match=r"task 'long', sample 0 takes 21 positions .* seq_len is 8; 1 of 2 .* at least 21",
     ):
         pack(
             [result("long", 0, [1, 2], [5] * 20), result("a", 0, [1, 2], [5, 6])],
@@ -408,7 +408,7 @@ def test_equal_input_gives_equal_bytes(tmp_path):
         ({"prompt_length": 5}, "prompt_length 5 of 4"),
         ({"assistant_mask": [True] * 4}, "token 0: a trained first token"),
         ({"input_pos": [0, 1, 2, 2]}, "token 3: input_pos"),
-        ({"advantage": math.nan}, "advantage that is not finite"),
+        ({"advantage": math.nan}, "its advantage is not finite"),
         ({"logprobs": [math.nan, math.nan, -math.inf, -1.0]}, "token 2: an infinite logprob"),
         ({"token_ids": [1, 2, -7, 3]}, "token 2: a negative token id"),
     ],
@@ -494,10 +494,10 @@ def test_arrays_are_packed_like_lists(results, seq_len, kind):
         ({"logprobs": [math.nan, math.nan, None]}, "logprobs must be numbers, NaN where unknown"),
         ({"logprobs": [math.nan, math.nan, -1e300]}, "token 2: an infinite logprob"),
         ({"logprobs": np.array([math.nan, math.nan, -1e300])}, "token 2: an infinite logprob"),
-        ({"input_pos": range(1, 4)}, "token 0: input_pos that is not 0, 1, 2"),
-        ({"input_pos": np.array([0, 1, 3])}, "token 2: input_pos that is not 0, 1, 2"),
+        ({"input_pos": range(1, 4)}, "token 0: input_pos must be 0, 1, 2"),
+        ({"input_pos": np.array([0, 1, 3])}, "token 2: input_pos must be 0, 1, 2"),
         ({"token_advantages": [1.0, 2.0]}, "2 token_advantages for 1 completion tokens"),
-        ({"token_advantages": [math.inf]}, "token 2: a token_advantage that is not finite"),
+        ({"token_advantages": [math.inf]}, "token 2: a non-finite token_advantage"),
         ({"token_advantages": ["high"]}, "token_advantages must be numbers"),
         ({"token_versions": [2**40]}, "token_versions must be whole numbers"),
     ],

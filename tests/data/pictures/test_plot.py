@@ -73,7 +73,7 @@ def test_every_position_of_a_row_is_drawn_with_what_is_known_of_it(packed):
         "token '1', id 1",
         "group 0, a root",
         "position 0",
-        "shared by the completions that continue it",
+        "shared by the completions below it",
         "nothing is trained here",
     ]
     assert cells[4].split("\n") == [

@@ -22,7 +22,6 @@ from ttrl.data.packing.pack import (
     packed_tensors_from_tokenized_results,
     unpack,
 )
-from ttrl.data.pictures import rows_page as row_html
 from ttrl.data.pictures.rows_page import packed_rows_html
 from ttrl.data.pictures.rows_text import packed_rows_text
 from ttrl.data.pictures.segments import figures_of, figures_of_pack, segments_of, visible
@@ -258,18 +257,17 @@ def test_the_page_loads_nothing_and_allows_its_own_script_alone(tree: PackedTens
     assert not re.search(r"{{ (title|data|script|style)", page)
 
 
-def test_a_page_is_small_and_says_when_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_small_and_says_when_it_would_not_be() -> None:
     results = [result(f"t{n}", 0, [1, 2], [n % 7 for n in range(4000)], 1.0) for n in range(4)]
     packed = packed_tensors_from_tokenized_results(results, seq_len=8192, pad_id=0)
     page = packed_rows_html(packed, range(packed.num_rows))
     assert len(page) < 16_000 * 11 + 60_000
     assert page.count("<") < 300  # no element for any token
-    monkeypatch.setattr(row_html, "MAX_BYTES", 150_000)
     with pytest.raises(
         PackError,
-        match=r"2 rows with 16,\d+ tokens would make a page of up to 0 MB.*choose about 1 rows",
+        match=r"2 rows with 16,\d+ tokens make a page of up to 0 MB.*choose about 1 rows",
     ):
-        packed_rows_html(packed, [0, 1])
+        packed_rows_html(packed, [0, 1], most_bytes=150_000)
     with pytest.raises(PackError, match="row 2, 7 of 2 rows; give rows from 0 to 1"):
         packed_rows_html(packed, [2, 0, 7])
 

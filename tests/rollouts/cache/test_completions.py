@@ -255,10 +255,10 @@ def test_none_and_caches_pass_through() -> None:
     [
         (
             "ftp://host/folder",
-            "known are a folder's path, file:///folder, memory://, s3://bucket/folder",
+            "use a folder's path, file:///folder, memory://, s3://bucket/folder",
         ),
-        ("s3:bucket", "known are"),
-        ("memory:", "known are"),
+        ("s3:bucket", "cannot be at"),
+        ("memory:", "cannot be at"),
         ("s3://", "a cache cannot be at 's3://'"),
         ("az://container/x", "AZURE_STORAGE_ACCOUNT_NAME"),
         ("file://host/folder", "three slashes"),
@@ -272,7 +272,7 @@ def test_none_and_caches_pass_through() -> None:
         (7, "is a int"),
         (b"folder", "is a bytes"),
         ({"a": 1}, "is a dict"),
-        (__file__, "that is a file"),
+        (__file__, "a file; give a folder"),
     ],
 )
 def test_wrong_addresses(wrong: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

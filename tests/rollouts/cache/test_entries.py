@@ -273,7 +273,7 @@ def test_a_small_entry_does_not_become_a_large_one() -> None:
     assert len(data) < 10**6
     tracemalloc.start()
     try:
-        with pytest.raises(DamagedEntry, match="unpacked it is larger than 64 MiB"):
+        with pytest.raises(DamagedEntry, match="unpacked, it is larger than 64 MiB"):
             decode_entry(KEY, data)
         assert tracemalloc.get_traced_memory()[1] < 3 * MOST_BYTES
     finally:

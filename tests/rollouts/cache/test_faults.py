@@ -7,9 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 from uuid import uuid4
 
@@ -17,24 +15,21 @@ import pytest
 
 from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
 from ttrl.rollouts.client.wire import Answer
-from ttrl.system import object_store
+from ttrl.system.object_store import Limits, Store
 
 BODY = {"model": "m"}
 KEYS = [sample_key(request_digest("x", BODY), k) for k in range(300)]
 ANSWER = Answer(b'{"message": {"content": "hi"}}', "id", 1, "m", [1], 1, 0, 1)
 
 
-def opened(*addresses: str | Path) -> Cache:
-    cache = Cache.of(addresses)
-    assert cache is not None
-    return cache
+def opened(*addresses: str | Path, pause: float = 30.0) -> Cache:
+    """A cache that does not wait long."""
+    limits = Limits(request=0.4, total=1.0, retries=0, pause=pause)
+    return Cache(tuple(Store(address, limits=limits) for address in addresses))
 
 
 @pytest.fixture(autouse=True)
-def quick_limits_and_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=0.4))
-    monkeypatch.setattr(object_store, "OPERATION_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(object_store, "MAX_RETRIES", 0)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "topsecret")
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
@@ -177,24 +172,20 @@ def test_a_silent_store_is_left_alone_after_its_first_failures() -> None:
     assert bucket.requests <= 66
 
 
-def test_a_store_that_comes_back_is_used_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(object_store, "time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_a_store_that_comes_back_is_used_again(caplog: pytest.LogCaptureFixture) -> None:
     bucket = Bucket()
     bucket.status = 500
 
     async def use() -> None:
         async with bucket.serving():
-            cache = opened(bucket.address)
+            cache = opened(bucket.address, pause=1.5)
             for _ in range(3):
                 await cache.get(KEYS[0])
             assert bucket.requests == 3
             bucket.status = 404
             assert await cache.get(KEYS[0]) is None
             assert (bucket.requests, cache.stats.failed_reads) == (3, 4)  # left alone for now
-            now[0] += object_store.PAUSE_SECONDS
+            await asyncio.sleep(1.6)
             for _ in range(5):
                 assert await cache.get(KEYS[0]) is None
             assert (bucket.requests, cache.stats.failed_reads, cache.stats.misses) == (8, 4, 9)

@@ -198,13 +198,13 @@ def test_prune_of_many_entries_leaves_no_empty_folders(tmp_path: Path) -> None:
 def test_empty_and_missing_stores(work: Callable[[Any], object], tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="no cache: the folder"):
         work(tmp_path / "missing")
     assert not (tmp_path / "missing").exists()
     if "lambda" not in str(work):
         with pytest.raises(UserError, match="holds no cache entry"):
             work(tmp_path / "notes")
-        with pytest.raises(UserError, match="ends with it"):
+        with pytest.raises(UserError, match="exists only in the process"):
             work("memory://nobody-fills-this")
         with pytest.raises(UserError, match="a cache cannot be at"):
             work("ftp://host/x")

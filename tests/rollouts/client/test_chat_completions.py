@@ -16,7 +16,6 @@ from ttrl.rollouts.client.chat_completions import ChatRequest, checked_parameter
 from ttrl.rollouts.client.transport import transport_for
 from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.sampling import Sampling
-from ttrl.rollouts.scheduling import servers
 from ttrl.rollouts.single import get_chat_completion
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.tasks import Task
@@ -159,10 +158,10 @@ class Schema(openai.BaseModel):
         ({"timeout": 3}, "AsyncOpenAI\\(timeout="),
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"presence_penalty": float("inf")}, "JSON does not have"),
+        ({"presence_penalty": float("inf")}, "JSON cannot represent"),
         ({"seed": 1.5}, "seed"),
         ({"seed": "1"}, "seed"),
-        ({"stop": {"a"}}, r"params\['stop'\] is a set, which is no JSON"),
+        ({"stop": {"a"}}, r"params\['stop'\] is a set, not JSON"),
         ({"extra_body": {"a": [object()]}}, r"\['a'\]\[0\] is a object"),
         ({"response_format": Schema}, "is the class Schema; give .*json_schema"),
         ("hot", "give a dict"),
@@ -416,8 +415,7 @@ def test_wrong_arguments_for_one_completion(changes):
             asyncio.run(get_chat_completion("http://127.0.0.1:9/v1", messages, "m"))
 
 
-def test_nobody_listens(monkeypatch):
-    monkeypatch.setattr(servers, "FIRST_PATIENCE", 0.2)
+def test_nobody_listens():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -427,7 +425,13 @@ def test_nobody_listens(monkeypatch):
                 base_url=f"http://127.0.0.1:{port}/v1", api_key="k"
             ) as client:
                 return await get_task_results(
-                    [task("a"), task("b")], client, "m", n=2, max_retries=1, pbar=False
+                    [task("a"), task("b")],
+                    client,
+                    "m",
+                    n=2,
+                    max_retries=1,
+                    max_downtime=0.2,
+                    pbar=False,
                 )
 
         results = asyncio.run(main())

@@ -233,7 +233,7 @@ def test_malformed_chunks_errors_and_other_answers(kit):
     with pytest.raises(RequestError, match="engine died") as caught:
         run(good, b'data: {"error": {"message": "engine died", "code": 500}}\n\ndata: [DONE]\n\n')
     assert caught.value.status == 500
-    with pytest.raises(RequestError, match=r"<html>.*which is no chat completion"):
+    with pytest.raises(RequestError, match=r"<html>.*not a chat completion"):
         run(b"<html>hello</html>")
     whole = json.dumps(kit.completion([kit.choice(0, "ab")]).body).encode()
     counted = []

@@ -76,11 +76,11 @@ def test_counts_where_the_server_says_less(kit):
     [
         (
             b"<html>  hello\n</html>",
-            "the server answered <html> hello </html>, which is no chat completion",
+            "the server answered <html> hello </html>, not a chat completion",
         ),
-        (b"", "the server answered nothing, which is no chat completion"),
-        (b"null", "the server answered None, which is no chat completion"),
-        (b"[1, 2]", r"the server answered \[1, 2\], which is no chat completion"),
+        (b"", "the server answered nothing, not a chat completion"),
+        (b"null", "the server answered None, not a chat completion"),
+        (b"[1, 2]", r"the server answered \[1, 2\], not a chat completion"),
         (b'{"choices": [', "the server's answer cannot be read"),
         (b'{"choices": null}', "the server's answer has no choices"),
         (b'{"choices": {"0": 1}}', "the server's answer has no choices"),
@@ -92,7 +92,7 @@ def test_counts_where_the_server_says_less(kit):
         (b'{"choices": [{"message": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}", "cannot be read"),
         (
             b'{"choices": [' + b"{}," * 999_999 + b"{}]}",
-            "the server returned 1000000 choices, 1 asked for",
+            "the server returned 1000000 choices instead of 1",
         ),
     ],
 )

@@ -167,7 +167,7 @@ def test_graders_built_on_signals_are_told_of_isolated():
             run(grader)
         first = str(caught.value).split("\n")[0]
         assert "ValueError" in first and first.endswith(
-            "with isolated=True they run in main threads of processes"
+            "with isolated=True, they run in main threads of their own processes"
         )
     with pytest.raises(GraderError) as caught:
         run(its_own_cause)

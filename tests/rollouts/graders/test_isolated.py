@@ -6,7 +6,7 @@ import asyncio
 import functools
 import gc
 import hashlib
-import importlib.util
+import importlib
 import math
 import os
 import re
@@ -260,12 +260,9 @@ def test_graders_of_modules_that_only_we_can_import(bench, tmp_path, monkeypatch
     (tmp_path / "ttrl_test_helpers.py").write_text(
         "FACTOR = 3.0\ndef times(x):\n    return FACTOR * x\n"
     )
-    spec = importlib.util.spec_from_file_location(
-        "ttrl_test_helpers", tmp_path / "ttrl_test_helpers.py"
-    )
-    helpers = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "ttrl_test_helpers", helpers)  # loaded, and on no path
-    spec.loader.exec_module(helpers)
+    with monkeypatch.context() as path:
+        path.syspath_prepend(str(tmp_path))
+        helpers = importlib.import_module("ttrl_test_helpers")  # loaded, and on no path from here
     made = types.ModuleType("ttrl_test_made")
     exec("def grader(choice):\n    return 0.125", made.__dict__)
     monkeypatch.setitem(sys.modules, "ttrl_test_made", made)

@@ -136,9 +136,9 @@ def allocates_by_and_by(choice):
             lambda choice: os.closerange(3, 64) or time.sleep(60),
             "closed the channel between its process and ttrl",
         ),
-        (allocates, "ran out of the 512 MiB of memory"),
-        (allocates_by_and_by, "ran out of the 512 MiB of memory"),
-        (lambda choice: (1.0, {f"m{i}": 1.0 for i in range(100_000)}), "MB; it may have 1.0 MB"),
+        (allocates, "exceeded its limit of 512 MiB of memory"),
+        (allocates_by_and_by, "exceeded its limit of 512 MiB of memory"),
+        (lambda choice: (1.0, {f"m{i}": 1.0 for i in range(100_000)}), "MB; the limit is 1.0 MB"),
     ],
 )
 def test_harm_stays_with_its_sample(bench, grader, words):
@@ -191,7 +191,7 @@ def test_modules_do_not_count_as_memory_of_a_grade(make_bench):
 
     made = make_bench(size=1, memory=32 * 2**20)
     assert made.grade(grader).reward == 72 * 2**20
-    assert "ran out of the 32 MiB of memory" in made.error(
+    assert "exceeded its limit of 32 MiB of memory" in made.error(
         lambda choice: float(len(bytearray(64 * 2**20)))
     )
 
@@ -261,7 +261,7 @@ def test_the_keeper_is_started_again(make_bench, tmp_path):
         while not (tmp_path / "started").exists():
             await asyncio.sleep(0.01)
         os.kill(made.keeper, signal.SIGKILL)
-        with pytest.raises(GraderError, match=r"were ended from outside|was ended by SIGKILL"):
+        with pytest.raises(GraderError, match=r"were killed from outside|was ended by SIGKILL"):
             await grading
 
     made.runner.run(while_it_runs())
@@ -343,7 +343,7 @@ def test_leaving_waits_for_nobody_and_leaves_nobody(make_bench, tmp_path):
         while len(list(tmp_path.iterdir())) < 2:
             await asyncio.sleep(0.01)
         made.graders.__exit__(None, None, None)
-        with pytest.raises(GraderError, match="were ended from outside"):
+        with pytest.raises(GraderError, match="were killed from outside"):
             await grading
 
     made.runner.run(main())

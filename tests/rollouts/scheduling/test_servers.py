@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ttrl.errors import RequestError, UserError
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.scheduling import open_files, server_state, servers
+from ttrl.rollouts.scheduling.server_state import Pauses
 from ttrl.rollouts.scheduling.servers import Servers, Size
 
 SIZE = Size(prompt=30, n=1, max_tokens=100)
@@ -280,10 +281,12 @@ def test_a_server_that_stays_away_is_given_up() -> None:
             assert loop.time() - began == pytest.approx(20.0)
             for outcome in outcomes:
                 assert isinstance(outcome, RequestError)
-                assert "not answered for 20 s; is it running?" in str(
+                assert "not answered for 20 s; check that it is running" in str(
                     outcome
                 ) and "connection refused" in str(outcome)
-            with pytest.raises(RequestError, match="is it running"):  # at once, from now on
+            with pytest.raises(
+                RequestError, match="check that it is running"
+            ):  # at once, from now on
                 await send(pool)
             assert loop.time() - began == pytest.approx(20.0)
             fake.alive = True
@@ -308,7 +311,7 @@ def test_an_address_that_never_answered_is_given_up_sooner() -> None:
             assert at_rest(pool)
         return loop.time()
 
-    assert virtual(main()) == pytest.approx(servers.FIRST_PATIENCE, abs=0.5)
+    assert virtual(main()) == pytest.approx(Pauses().patience, abs=0.5)
 
 
 def test_a_single_reset_takes_no_server_out() -> None:
@@ -342,8 +345,11 @@ def test_a_request_that_kills_its_server_is_not_sent_for_ever() -> None:
 
     def die(number: int) -> Exception:
         fake.alive = False
-        asyncio.get_running_loop().call_later(10, setattr, fake, "alive", True)
+        asyncio.get_running_loop().call_later(10, revive)
         return RESET
+
+    def revive() -> None:
+        fake.alive = True
 
     fake.behaviour = die
 
@@ -403,7 +409,7 @@ def test_requests_move_from_a_machine_that_is_cut_off() -> None:
             await asyncio.gather(*sends)
             return loop.time() - began
 
-    look = server_state.POLL_PAUSE + server_state.PROBE_TIMEOUT
+    look = Pauses().poll + server_state.PROBE_TIMEOUT
     detection = server_state.UNANSWERED_IN_A_ROW * look + server_state.PROBE_TIMEOUT
     assert virtual(main()) < detection + server_state.ABANDON_AFTER + 15
 
@@ -636,21 +642,21 @@ def test_first_come_first_served() -> None:
 
 
 def test_a_limit_of_open_files_limits_what_is_in_flight(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(open_files, "open_file_limit", lambda wanted: open_files.RESERVE + 10)
     fake = Fake()
 
     async def main() -> None:
-        async with Servers([fake], concurrency=None) as pool:
+        files = open_files.OpenFiles(lambda wanted: open_files.RESERVE + 10)
+        async with Servers([fake], concurrency=None, files=files) as pool:
             await asyncio.gather(*(send(pool) for _ in range(50)))
 
     with caplog.at_level(logging.WARNING):
         virtual(main())
     assert fake.most == 10
-    assert [record.message for record in caplog.records if "files open" in record.message] == [
-        caplog.records[0].message
-    ]
+    assert [
+        record.message for record in caplog.records if "this process may open" in record.message
+    ] == [caplog.records[0].message]
 
 
 def test_the_limit_of_open_files_is_raised() -> None:
@@ -893,19 +899,15 @@ async def listening(count: int = 1) -> AsyncIterator[Sequence[Listener]]:
             listener.stop()
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For real sockets, whose clock does not jump."""
-    monkeypatch.setattr(servers, "FIRST_DELAY", 0.01)
-    monkeypatch.setattr(server_state, "PROBE_PAUSES", (0.02, 0.05))
+QUICK = Pauses(first_retry=0.01, probes=(0.02, 0.05))
+"""For real sockets, whose clock does not jump."""
 
 
-@pytest.mark.usefixtures("quick")
 def test_refused_then_back_over_sockets() -> None:
     async def main() -> None:
         async with listening() as (listener,):
             listener.stop()
-            async with Servers([Wire(listener.port)], concurrency=None) as pool:
+            async with Servers([Wire(listener.port)], concurrency=None, pauses=QUICK) as pool:
                 sends = [asyncio.create_task(send(pool, max_retries=0)) for _ in range(50)]
                 async with asyncio.timeout(60):
                     while pool.servers[0].up:
@@ -918,26 +920,24 @@ def test_refused_then_back_over_sockets() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.usefixtures("quick")
 def test_resets_and_bursts_of_errors_over_sockets() -> None:
     async def main() -> None:
         async with listening() as (listener,):
             listener.faults = lambda number: (0, 500, 503, 429, 0, None, None, None, None, None)[
                 number % 10
             ]
-            async with Servers([Wire(listener.port)], concurrency=None) as pool:
+            async with Servers([Wire(listener.port)], concurrency=None, pauses=QUICK) as pool:
                 await asyncio.gather(*(send(pool, max_retries=30) for _ in range(200)))
                 assert at_rest(pool)
 
     asyncio.run(main())
 
 
-@pytest.mark.usefixtures("quick")
 def test_one_of_two_servers_is_killed_and_returns_over_sockets() -> None:
     async def main() -> None:
         async with (
             listening(2) as (a, b),
-            Servers([Wire(a.port), Wire(b.port)], concurrency=20) as pool,
+            Servers([Wire(a.port), Wire(b.port)], concurrency=20, pauses=QUICK) as pool,
         ):
             sends = [asyncio.create_task(send(pool, max_retries=0)) for _ in range(1000)]
             while a.completions < 50:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ttrl.errors import GraderError, TaskError
+from ttrl.system.memory_limit import memory_bytes
 from ttrl.tasks.humaneval import sandbox
 from ttrl.tasks.humaneval.sandbox import SandboxLimits, SandboxOutcome, run_sandboxed
 
@@ -151,22 +152,31 @@ def test_time():
     ) == SandboxOutcome(False, "out of time")
 
 
-def test_programs_share_half_of_the_machines_memory(monkeypatch):
-    monkeypatch.setattr(sandbox, "memory_bytes", lambda: (3.0 * LIMITS.memory, 0.0))
-    exchange, running = sandbox._exchange, []
-
-    def counted(*arguments):
-        running.append(list(sandbox._given))
-        return exchange(*arguments)
-
-    monkeypatch.setattr(sandbox, "_exchange", counted)
+@pytest.mark.parametrize(("share", "most"), [(0.05, 3), (0.2, 2), (0.3, 1)])
+def test_programs_share_half_of_the_machines_memory(tmp_path, share, most):
+    limits = SandboxLimits(seconds=100, memory=int(share * memory_bytes()[0]))
+    # A path of its own, by which its processes are told from those of other tests.
+    child = tmp_path / "child.py"
+    child.write_text(sandbox.CHILD.read_text(encoding="utf-8"), encoding="utf-8")
+    at_once = []
     with ThreadPoolExecutor(3) as threads:
-        outcomes = list(threads.map(run_sandboxed, ["pass"] * 3, [LIMITS] * 3))
-    assert (
-        outcomes == [SandboxOutcome(True)] * 3
-        and running == [[LIMITS.memory]] * 3
-        and not sandbox._given
-    )
+        started = [
+            threads.submit(run_sandboxed, "import time; time.sleep(0.5)", limits, child=child)
+            for _ in range(3)
+        ]
+        while not all(one.done() for one in started):
+            at_once.append(sum(is_first(pid) for pid in running(str(child))))
+    assert [one.result() for one in started] == [SandboxOutcome(True)] * 3
+    assert max(at_once) == most and not sandbox._given
+
+
+def is_first(pid):
+    """Whether a process is the one that has started the others of its sandbox."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1]) == os.getpid()
+    except OSError:
+        return False
 
 
 def test_a_flood_of_answers_is_not_kept():
@@ -178,21 +188,21 @@ def test_a_flood_of_answers_is_not_kept():
         "65536)\n    except OSError: pass"
     )
     assert run_sandboxed(flood, LIMITS) == SandboxOutcome(
-        False, "ended: it wrote where only its judge may write"
+        False, "ended: it wrote to the judge's own channel"
     )
 
 
-def test_a_bomb_of_threads_leaves_nothing(monkeypatch, tmp_path):
+def test_a_bomb_of_threads_leaves_nothing(tmp_path):
     # A path of its own, by which its processes are told from those of other tests.
     child = tmp_path / "child.py"
-    child.write_text(sandbox._CHILD.read_text(encoding="utf-8"), encoding="utf-8")
-    monkeypatch.setattr(sandbox, "_CHILD", child)
+    child.write_text(sandbox.CHILD.read_text(encoding="utf-8"), encoding="utf-8")
     bomb = (
         "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, "
         "args=(1000,)).start()\n"
     )
     bomb += "    except RuntimeError: pass"
-    assert run_sandboxed(bomb, SandboxLimits(seconds=0.5)) == SandboxOutcome(False, "out of time")
+    outcome = run_sandboxed(bomb, SandboxLimits(seconds=0.5), child=child)
+    assert outcome == SandboxOutcome(False, "out of time")
     deadline = time.monotonic() + 60
     while running(str(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -201,11 +211,11 @@ def test_a_bomb_of_threads_leaves_nothing(monkeypatch, tmp_path):
 
 def test_a_program_ends_with_the_process_that_runs_it(tmp_path):
     child = tmp_path / "child.py"
-    child.write_text(sandbox._CHILD.read_text(encoding="utf-8"), encoding="utf-8")
+    child.write_text(sandbox.CHILD.read_text(encoding="utf-8"), encoding="utf-8")
     script = (
         "import pathlib, sys; from ttrl.tasks.humaneval import sandbox; "
-        "sandbox._CHILD = pathlib.Path(sys.argv[1]); "
-        "sandbox.run_sandboxed('import time; time.sleep(1000)', sandbox.SandboxLimits(seconds=900))"
+        "sandbox.run_sandboxed('import time; time.sleep(1000)', sandbox.SandboxLimits(seconds=900), "
+        "child=pathlib.Path(sys.argv[1]))"
     )
     deadline = time.monotonic() + 60
     with subprocess.Popen([sys.executable, "-c", script, str(child)]) as process:
@@ -235,20 +245,19 @@ def running(word):
 
 def test_a_machine_that_cannot_is_refused(monkeypatch, tmp_path):
     child = tmp_path / "child.py"
-    text = sandbox._CHILD.read_text(encoding="utf-8")
+    text = sandbox.CHILD.read_text(encoding="utf-8")
     child.write_text(
         text.replace('"unshare", sum(_NEW.values())', '"unshare", 1')
     )  # the kernel: EINVAL, as where it is forbidden
-    monkeypatch.setattr(sandbox, "_CHILD", child)
     with pytest.raises(
         GraderError, match=r"does not allow it: namespaces of its own \(unshare\): Invalid argument"
     ):
-        run_sandboxed("pass")
-    assert "namespaces of its own" in sandbox.why_not()
+        run_sandboxed("pass", child=child)
+    assert "namespaces of its own" in sandbox.why_not(child)
     child.write_text("raise SystemExit(3)")
     for source in ("pass", "#" * 10**6):  # more than a pipe holds: nobody reads it
         with pytest.raises(GraderError, match="exit code 3"):
-            run_sandboxed(source)
+            run_sandboxed(source, child=child)
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(GraderError, match="darwin has no namespaces"):
         run_sandboxed("pass")
@@ -271,7 +280,7 @@ def test_as_another_user_than_root():
     os.setuid(1234)
     _prctl(_DUMPABLE, 1)
     order = """
-        program = sandbox._CHILD.read_text(encoding="utf-8").replace("    order = ", start, 1)
+        program = sandbox.CHILD.read_text(encoding="utf-8").replace("    order = ", start, 1)
         source = (
             f"import os; assert os.getuid() == 0\ntry: open('{folder}/below/x', 'w')\nexcept "
             "OSError as e: assert e.errno == 30"

@@ -217,7 +217,7 @@ def test_wrong_arguments(tmp_path):
         PuzzleSize(1, 2, 2, 1)
     with pytest.raises(TaskError, match="motives is 'many'"):
         PuzzleSize(2, 2, 2, 1, "many")
-    with pytest.raises(TaskError, match="10 suspects in 3 rooms are never alone"):
+    with pytest.raises(TaskError, match="10 suspects are too many for 3 rooms"):
         PuzzleSize(10, 2, 3, 1)
 
 
@@ -467,5 +467,5 @@ def test_no_setting_is_made_for_both_splits():
 def test_scopes(tmp_path):
     with pytest.raises(TaskError, match="scope is 'all'; give 'answers' or 'night'"):
         make_puzzle(0, SIZES["tiny"], "all")
-    with pytest.raises(TaskError, match="size and scope are of puzzles that are made here"):
+    with pytest.raises(TaskError, match="size and scope apply to puzzles generated here"):
         get_temporal_clue_tasks("train", 1, path=tmp_path, scope="night")

@@ -227,6 +227,6 @@ def test_a_pack_is_replayed_only_if_asked_and_only_on_its_own_model(folder_of):
         with pytest.raises(PackError, match=message):
             replayed(wrong, policy, config(router_replay=True))
     with pytest.raises(
-        UserError, match="the pack holds 1 experts of each token, and layer 0 chooses 2"
+        UserError, match="the pack holds 1 experts of each token, but layer 0 chooses 2"
     ):
         policy(*check_models.policy_rows(pack), experts_BTLK=pack.experts[..., :1])

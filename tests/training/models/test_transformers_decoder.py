@@ -161,7 +161,7 @@ def test_a_model_type_that_nobody_knows_is_named(tmp_path, folder_of):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ModelFolderError,
-        match="'t5', for which neither ttrl nor transformers has a decoder of text",
+        match=r"'t5' .neither ttrl nor transformers has a text decoder",
     ):
         read_config(tmp_path)
 
@@ -188,13 +188,13 @@ def test_a_tensor_that_is_missing_or_has_no_place_is_named(tmp_path, folder_of):
     tensors["model.layers.0.mlp.experts.4.up_proj.weight"] = taken.clone()
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(
-        ModelFolderError, match=r"experts\.4\.up_proj\.weight' has no place in its model class"
+        ModelFolderError, match=r"its model class has no parameter '.*experts\.4\.up_proj\.weight'"
     ):
         dict(iter_weights(folder))
     del tensors["model.layers.0.mlp.experts.4.up_proj.weight"]
     tensors["model.layers.0.mlp.experts.2.up_proj.weight"] = taken[:4].clone()
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelFolderError, match=r"its config\.json asks for"):
+    with pytest.raises(ModelFolderError, match=r"config\.json says"):
         dict(iter_weights(folder))
 
 

@@ -189,7 +189,7 @@ def test_a_label_without_a_number_is_told():
     row, position = (int(i) for i in (packed.labels != IGNORE).nonzero()[3])
     new[row, position] = math.nan
     place = (
-        f"1 of {packed.num_trained} labels have none that is finite, the first at row {row}, "
+        f"1 of {packed.num_trained} labels have no finite one, the first at row {row}, "
         f"position {position}"
     )
     for call in (implicit_advantages, divergence_penalties, token_divergences):

@@ -130,7 +130,8 @@ def test_a_state_of_another_model_or_optimizer_is_named(
     others = ({"optimizer": "sgd"}, {"optimizer": "rmsprop"})
     for family, settings in (("qwen2-tied", {}), ("qwen3", {}), *(("qwen2", o) for o in others)):
         with pytest.raises(
-            RunFolderError, match=r"of another model or optimizer: .* names differ, the first is"
+            RunFolderError,
+            match=r"belongs to another model or optimizer: .* names differ, the first is",
         ):
             trained(model_folder(family), packed, 0, state=tmp_path / "state", **settings)
     with pytest.raises(RunFolderError, match="cannot be read"):

@@ -146,7 +146,7 @@ def test_merging_in_a_process_of_its_own(model_folder, tmp_path, monkeypatch, ca
     base = shutil.copytree(model_folder(), tmp_path / "base")
     policy, _ = saved(base, tmp_path / "out", lora_merge=False)
     base = base.rename(tmp_path / "moved")
-    with pytest.raises(ModelFolderError, match="which is not there; say where it is now"):
+    with pytest.raises(ModelFolderError, match="but that does not exist; give its new place"):
         merge_adapter(tmp_path / "out")
     merge_adapter(tmp_path / "out", base)
     assert (
@@ -371,7 +371,7 @@ class TestFolders:
     def test_another_kind_of_adapter(self, checkpoint):
         with pytest.raises(
             ConfigError,
-            match=r"lora_rank is 8 and there 4; lora_alpha is 9.0 and there 6.0; lora_targets",
+            match=r"lora_rank is 8, but 4 there; lora_alpha is 9.0, but 6.0 there; lora_targets",
         ):
             base_folder(adapter_config(checkpoint, lora_rank=8, lora_alpha=9.0))
 
@@ -380,7 +380,7 @@ class TestFolders:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_base": "/nowhere"}))
         with pytest.raises(
             ModelFolderError,
-            match="an adapter to /nowhere, which is not there; say where it is now with lora_base",
+            match="an adapter to /nowhere, but that does not exist; give its new place with lora_base",
         ):
             base_folder(adapter_config(checkpoint, lora_targets=["q_proj"]))
 
@@ -396,7 +396,7 @@ class TestFolders:
     def test_a_base_that_is_another_model(self, other, model_folder):
         base = "/nowhere" if other is None else str(model_folder(other))
         with pytest.raises(
-            ModelFolderError, match="has no adapter/, and its weights are not those of lora_base"
+            ModelFolderError, match="has no adapter/, and its weights differ from lora_base"
         ):
             base_folder(adapter_config(model_folder(), lora_base=base))
 
@@ -411,7 +411,7 @@ class TestFolders:
         assert base_folder(
             GRPOConfig.parse({**values, "reference_model": str(model_folder())}, "test")
         ) == str(model_folder())
-        with pytest.raises(ConfigError, match="with adapters the base itself is the reference"):
+        with pytest.raises(ConfigError, match="with adapters the base is the reference"):
             base_folder(
                 GRPOConfig.parse({**values, "reference_model": str(model_folder("qwen3"))}, "test")
             )
@@ -439,13 +439,13 @@ class TestFolders:
         tensors = load_file(path)
         save_file({name: tensor + 1.0 for name, tensor in tensors.items()}, path)
         with pytest.raises(
-            ModelFolderError, match=r"qkv_proj\.lora_B\.weight mixes matrices that ttrl has apart"
+            ModelFolderError, match=r"qkv_proj\.lora_B\.weight mixes matrices that ttrl separates"
         ):
             load_policy(adapter_config(tmp_path / "out", lora_targets=["q_proj", "k_proj"]), ALONE)
 
     def test_dora_of_a_part_of_a_matrix(self, model_folder, tmp_path):
         with pytest.raises(
-            ConfigError, match="lora_targets has no k_proj, which the model stores in one matrix"
+            ConfigError, match="lora_targets has no k_proj, but the model stores it in one matrix"
         ):
             saved(
                 model_folder("phi3"),

@@ -289,10 +289,10 @@ class TestGoingOn:
     )
     def test_with_other_numbers_it_is_refused(self, before, now, model_folder, tmp_path):
         self.begun(model_folder(), tmp_path / "out", before, dtype="bf16")
-        said = f"lora_base_dtype is '{now}' and there '{before}'"
+        said = f"lora_base_dtype is '{now}', but '{before}' there"
         with pytest.raises(ConfigError, match=re.escape(said)) as refusal:
             base_folder(adapter_config(tmp_path / "out", lora_base_dtype=now, dtype="bf16"))
-        assert ("which rounds" in str(refusal.value)) == ("nf4" not in (before, now))
+        assert ("this would round" in str(refusal.value)) == ("nf4" not in (before, now))
 
 
 def test_what_the_files_hold_is_told_without_loading_them(narrow, model_folder, tmp_path):

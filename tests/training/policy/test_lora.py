@@ -327,7 +327,7 @@ def test_a_base_in_bf16_is_half_as_large_and_computes_what_autocast_does(
         "test",
     )
     [problem] = adapter_config(lora_base_dtype="bf16").problems_here("cpu", 1, {})
-    assert "lora_base_dtype is 'bf16' and dtype 'fp32'" in problem
+    assert "lora_base_dtype is 'bf16' but dtype is 'fp32'" in problem
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -400,7 +400,7 @@ def test_magnitudes_are_never_gathered_in_bf16():
         ),
         ({"lora_targets": []}, "lora_targets is empty"),
         ({"lora_targets": ["w1", "w1"]}, "names a matrix twice"),
-        ({"lora_targets": ["lm_head"]}, "it must be a list of which each is one of 'q_proj'"),
+        ({"lora_targets": ["lm_head"]}, "it must be a list with each item one of 'q_proj'"),
         ({"lora_base_dtype": "nf4", "compile": True}, "lora_base_dtype 'nf4' with compile"),
         (
             {"lora_base_dtype": "nf4", "lora_targets": ["output"]},
@@ -425,7 +425,7 @@ def test_what_a_model_or_machine_does_not_allow(model_folder):
         load_policy(
             adapter_config(model_folder("qwen2-tied"), lora_targets=["q_proj", "output"]), ALONE
         )
-    with pytest.raises(ConfigError, match="lora_targets is w3, and the model has none of them"):
+    with pytest.raises(ConfigError, match="lora_targets is w3, but the model has none of them"):
         load_policy(adapter_config(model_folder("phi"), lora_targets=["w3"]), ALONE)
     for settings, processes, fits in (
         ({}, 4, True),
@@ -476,10 +476,10 @@ def test_processes_share_four_bits_in_whole_blocks_or_not_at_all():
         (
             (6, 128),
             True,
-            r"w1 \[6, 128\] by its rows, whose number must be a multiple of 4; use fewer",
+            r"w1 \[6, 128\] by its rows, but their number is not a multiple of 4; use fewer",
         ),
-        ((6, 32), True, "rows, whose number must be a multiple of 8"),
-        ((8, 128), False, "columns, whose number must be a multiple of 256"),
+        ((6, 32), True, "rows, but their number is not a multiple of 8"),
+        ((8, 128), False, "columns, but their number is not a multiple of 256"),
     ):
         with pytest.raises(ConfigError, match=wanted):
             _check_parts("w1", shape, 4, by_rows=by_rows)
@@ -490,7 +490,7 @@ def test_four_bits_need_whole_blocks():
 
     decoder = nn.Sequential()
     decoder.add_module("w1", nn.Linear(9, 7))
-    with pytest.raises(ConfigError, match="holds blocks of 64 numbers, but w1 has 63"):
+    with pytest.raises(ConfigError, match="with blocks of 64 numbers, but w1 has 63"):
         apply_lora(decoder, adapter_config(lora_base_dtype="nf4"))
 
 

@@ -103,7 +103,7 @@ def checked_tags(
         if text == whole and set(wanted) <= set(regions) and len(regions) <= len(wanted) + others:
             return source
     raise TokenizationError(
-        f"{template.place}: with {{% generation %}} tags it writes "
-        f"{'the same' if text == whole else 'another'} text, marked at "
-        f"{sorted(regions)}; what the model wrote stands at {sorted(wanted)}"
+        f"{template.place}: with {{% generation %}} tags, it writes "
+        f"{'the same' if text == whole else 'another'} text and marks {sorted(regions)}, but the "
+        f"model's text is at {sorted(wanted)}"
     )

@@ -53,7 +53,9 @@ def server_messages(
     for number, message in enumerate(made):
         found = part_that_is_no_text(message.get("content"))
         if found is not None:
-            raise TokenizationError(f"message {number} holds {found}; ttrl trains on text")
+            raise TokenizationError(
+                f"message {number} holds {found}; use text only: ttrl trains on text"
+            )
         message["content"] = server_content(message, as_parts=as_parts)
         if message.get("role") == "assistant":
             if message.get("tool_calls"):
@@ -76,14 +78,14 @@ def unsayable(message: Mapping[str, Any]) -> str | None:
     ]
     if any(_arguments(function) is None for function in functions):
         return (
-            "the arguments of a tool call are not a JSON object; a server shows them to the "
-            "model as {}"
+            "the arguments of a tool call are not a JSON object; a server shows the model {} "
+            "instead"
         )
     if message.get("function_call"):
-        return "function_call is the old form of tool_calls, which templates do not show"
+        return "function_call is the old form of tool_calls; templates do not show it"
     says_more = any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
     if not texts_of(message.get("content")) and not says_more:
-        return "it says nothing: there is neither content nor a tool call"
+        return "it is empty: neither content nor a tool call"
     return None
 
 
@@ -131,8 +133,8 @@ def _arguments(function: Mapping[str, Any]) -> JsonObject | None:
 
 class ChatTemplate:
     """`tokenizer`'s chat template for these tools, with its variables. `now` is the present time
-    for templates writing the date; by default the real one. Raises ModelFolderError without a
-    template.
+    for templates writing the date; by default the real one. `seconds`: the limit of one rendering;
+    RENDER_SECONDS by default. Raises ModelFolderError without a template.
     """
 
     def __init__(
@@ -141,7 +143,9 @@ class ChatTemplate:
         tools: list[Tool] | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
+        seconds: float | None = None,
     ) -> None:
+        self._seconds = seconds or RENDER_SECONDS
         self.tokenizer = tokenizer
         self.tools: list[Tool] | None = without_nulls(tools)
         variables = dict(variables or {})
@@ -228,16 +232,15 @@ class ChatTemplate:
     @contextlib.contextmanager
     def _limited(self, how: str) -> Iterator[None]:
         try:
-            with time_limit(RENDER_SECONDS):
+            with time_limit(self._seconds):
                 yield
         except TimeoutError as error:
             raise ModelFolderError(
-                f"{self.place} took more than {RENDER_SECONDS:g} s for one conversation; it may "
-                "loop for ever: look at it, or "
-                "take another with chat_template"
+                f"{self.place} took more than {self._seconds:g} s for one conversation and may be "
+                "in an endless loop: check it, or set another chat_template"
             ) from error
         except TemplateSizeError as error:
-            way_out = "look at it, or take another with chat_template"
+            way_out = "check it, or set another chat_template"
             raise ModelFolderError(
                 f"{self.place} {error} for one conversation; {way_out}"
             ) from error
@@ -271,7 +274,7 @@ def _choose(tokenizer: Any, tools: Any, name: str | None) -> tuple[str, str]:
             return known[chosen], f"{place} ({chosen!r})"
         if name is None:
             raise ModelFolderError(
-                f"{place}: none of its templates is the default: choose chat_template from "
+                f"{place}: none of its templates is the default; choose chat_template from "
                 f"{sorted(known)}"
             )
     if name is not None:

@@ -100,7 +100,7 @@ def render(
     most: its `allowance`. Raises TemplateSizeError, and any error of the template.
     """
     if len(source) > _MOST_SOURCE:
-        problem = f"has {len(source):,} characters, and at most {_MOST_SOURCE:,} are read"
+        problem = f"has {len(source):,} characters; the limit is {_MOST_SOURCE:,}"
         raise TemplateSizeError(problem)
     meter = _Meter(most, most)
     token = _meter.set(meter)
@@ -118,14 +118,14 @@ def render(
 def compile_problem(source: str) -> str | None:
     """Say why a text is no template of messages; None if it is one."""
     if len(source) > _MOST_SOURCE:
-        return f"it has {len(source):,} characters, and at most {_MOST_SOURCE:,} are read"
+        return f"it has {len(source):,} characters; the limit is {_MOST_SOURCE:,}"
     try:
         _compiled(source)
         names = meta.find_undeclared_variables(_environment().parse(source))
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno} is not valid Jinja: {error.message}"
     if "messages" not in names:
-        return "it never reads `messages`, so every prompt would be the same"
+        return "it never reads `messages`, so every prompt would be equal"
     return None
 
 

@@ -179,12 +179,11 @@ def tokenize_completion(
     end = finder.end_of_turn(len(prepared)) if ended else None
     if ended and end is None:
         raise TokenizationError(
-            f"{template.place}: it puts no special token behind an answer, so the end-of-turn "
-            "token that was sampled is not "
-            "known; stop_tokens names those at which the model stops"
+            f"{template.place}: it writes no special token after a reply, so the sampled "
+            "end-of-turn token is unknown; set stop_tokens to the model's own"
         )
     if not text and not ended:
-        raise TokenizationError("the answer is empty and was cut: there is nothing to train")
+        raise TokenizationError("the reply is empty and was cut off: there is nothing to train")
     whole = prompt + text + (end or "")
     anchor = end or next(iter(tokenizer.all_special_tokens), "")
     found = tokens_at(tokenizer, whole, [len(prompt), len(whole)], [end], anchor)
@@ -271,7 +270,7 @@ class _Chat:
                     a.message,
                     0,
                     0,
-                    reasons[a.message] or "it is trained elsewhere, or was not asked for",
+                    reasons[a.message] or "it is trained elsewhere, or was not requested",
                 )
                 for a in answers
             ],

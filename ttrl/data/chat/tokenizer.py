@@ -40,17 +40,17 @@ def tokens_at(
     found = _split_at(tokenizer, text, borders, "") or _split_at(tokenizer, text, borders, anchor)
     if found is None:
         raise TokenizationError(
-            "a token of this tokenizer spans the border between prompt and answer in "
-            f"{short(text)}, and taken apart they read "
-            "otherwise; the model would be trained on something else"
+            "a token of this tokenizer spans the border between prompt and reply in "
+            f"{short(text)}, and its two parts would be other tokens; sample with token_ids=True "
+            "to train the model's own tokens"
         )
     for (start, end), token in zip(list(pairwise(found.borders))[::2], ends_of_turn, strict=True):
         if end <= start or (
             token is not None and found.ids[end - 1] != tokenizer.convert_tokens_to_ids(token)
         ):
             raise TokenizationError(
-                f"the end-of-turn token {token!r} is not one token of this tokenizer at the end "
-                "of an answer"
+                f"the end-of-turn token {token!r} is not a single token of this tokenizer at the "
+                "end of a reply"
             )
     return found
 

@@ -59,13 +59,13 @@ class ChatAnswer:
             return self.reason
         if not whole.startswith(self.text[: self.start]):
             return (
-                "the template renders what comes before it in another way once the conversation "
-                "goes on"
+                "the template renders the text before it differently once the conversation "
+                "continues"
             )
         later = whole[self.start :][: len(self.text) - self.start]
         return (
-            "the template renders it in another way once the conversation goes on: "
-            f"{short(later)}, not {short(self.text)}"
+            f"the template renders it differently once the conversation continues: {short(later)}, "
+            f"not {short(self.text)}"
         )
 
 
@@ -139,7 +139,7 @@ class TurnFinder:
         before = self.messages[:place]
         message = self.messages[place]
         if not before:
-            return no("no message comes before it, so nothing was asked")
+            return no("no message comes before it, so there was no prompt")
         lack = unsayable(self._given[place])
         if lack is not None:
             return no(lack)
@@ -149,8 +149,8 @@ class TurnFinder:
         if is_open and (header := self._header(before, prompt)).strip():
             return no(
                 f"the template ignores add_generation_prompt and puts {header!r} before each "
-                "answer, which a server would not "
-                "send; add it at the template's end, under {% if add_generation_prompt %}"
+                "reply, but a server would not send it; add it at the template's end, under {% "
+                "if add_generation_prompt %}"
             )
         probe = make_probe(message, self._unused)
         found = self._special.search(
@@ -165,9 +165,8 @@ class TurnFinder:
         if begin is None:
             same = _common(prompt, answered)
             return no(
-                f"the template renders the prompt as {short(prompt)} when an answer is to "
-                "follow, but the answered "
-                f"conversation goes on with {answered[same : same + 40]!r} after "
+                f"the template renders the prompt as {short(prompt)} before a reply, but the "
+                f"answered conversation continues with {answered[same : same + 40]!r} after "
                 f"{short(answered[:same])}"
             )
         part = probe.missing(probed[begin:]) or self._unmarked_call_missing(
@@ -176,7 +175,7 @@ class TurnFinder:
         if part is not None:
             return no(f"the template leaves out its {part}: {short(answered[begin:])}")
         if not probe.restores(probed, answered):
-            return no(f"the template changes what it says to {short(answered[begin:])}")
+            return no(f"the template changes its text to {short(answered[begin:])}")
         ending = ending_probe(probe, self._unused)
         if ending is not probe:
             probe = ending
@@ -189,10 +188,9 @@ class TurnFinder:
             if self._stops is not None:
                 wanted = f"token of {sorted(self._stops)}"
             return no(
-                f"the template puts {behind!r} behind the answer, in which there is no {wanted}; "
-                "without an "
-                "end-of-turn token the model would never learn to stop (stop_tokens names those "
-                "at which it stops)"
+                f"the template puts {behind!r} after the reply, with no {wanted} in it; without an "
+                "end-of-turn token, the model would never learn to stop. Set stop_tokens to the "
+                "model's own"
             )
         closing, token = end
         text = prompt + answered[begin : len(answered) - len(behind)] + closing
@@ -200,8 +198,8 @@ class TurnFinder:
         early = next((stop for stop in self._stops or [token] if stop in inside), None)
         if (early) is not None:
             return no(
-                f"the end-of-turn token {early!r} stands within it too, where a server would "
-                "have stopped"
+                f"it also contains the end-of-turn token {early!r}, at which a server would have "
+                "stopped"
             )
         return ChatAnswer(
             place,

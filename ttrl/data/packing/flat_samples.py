@@ -100,7 +100,7 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
         )
         if first == 0:
             raise PackError(
-                f"{result.where}, token 0: a trained first token, which nothing predicts"
+                f"{result.where}, token 0: a trained first token; no earlier token predicts it"
             )
         before = min(first, result.prompt_length)
         logprobs[begin : begin + before] = np.nan
@@ -108,7 +108,7 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
         spans.append((before, first, end, num_trained))
         _check_positions(result, counting)
         if not math.isfinite(result.advantage):
-            raise PackError(f"{result.where}: an advantage that is not finite")
+            raise PackError(f"{result.where}: its advantage is not finite")
     if tokens.min() < 0:
         _refuse(results, start, tokens < 0, "a negative token id")
     _refuse(results, start, np.isinf(logprobs), "an infinite logprob (NaN marks an unknown one)")
@@ -118,9 +118,7 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
     token_advantages = _of_completions(results, start, lengths, "token_advantages", advantages)
     if token_advantages is not None:
         token_advantages[~trained] = 0.0  # other tokens need none
-        _refuse(
-            results, start, ~np.isfinite(token_advantages), "a token_advantage that is not finite"
-        )
+        _refuse(results, start, ~np.isfinite(token_advantages), "a non-finite token_advantage")
     return FlatSamples(
         tokens=tokens,
         trained=trained,
@@ -179,15 +177,14 @@ def _check_lengths(result: TokenizedResult) -> None:
     ):
         if values is not None and len(values) != completion:
             raise PackError(
-                f"{result.where}: {len(values)} {name} for {completion} completion tokens; there "
-                "is one for each, or None where "
-                f"all {same}"
+                f"{result.where}: {len(values)} {name} for {completion} completion tokens; give "
+                f"one each, or None if all {same}"
             )
     if not 1 <= result.prompt_length <= length:
         raise PackError(
             f"{result.where}: prompt_length {result.prompt_length} of {length} tokens; a sample "
-            "needs a prompt of at least "
-            "one token, as the first generated token is predicted from the prompt's last"
+            "needs a prompt of at least one token, because the last one predicts the first "
+            "generated token"
         )
 
 
@@ -213,7 +210,7 @@ def _convert(
             if found.dtype.kind not in "iu":
                 raise TypeError(f"an array of {found.dtype}")
             if found.min() < -(2**31) or found.max() >= 2**31:
-                raise OverflowError("a number that does not fit into 32 bits")
+                raise OverflowError("a number of more than 32 bits")
         with np.errstate(over="ignore"):
             into[at : at + len(found)] = found
     except (struct.error, OverflowError, TypeError, ValueError) as error:
@@ -258,7 +255,7 @@ def _check_positions(result: TokenizedResult, counting: list[int]) -> None:
         right = np.array_equal(positions, np.arange(length))
     if not right:
         wrong = next(offset for offset, position in enumerate(positions) if position != offset)
-        raise PackError(f"{result.where}, token {wrong}: input_pos that is not 0, 1, 2, …")
+        raise PackError(f"{result.where}, token {wrong}: input_pos must be 0, 1, 2, …")
 
 
 def _refuse(
@@ -307,9 +304,8 @@ def select(
         first = int(long.argmax())
         raise PackError(
             f"{results[first].where} takes {positions[first]} positions (prompt "
-            f"{results[first].prompt_length} tokens), but "
-            f"seq_len is {seq_len}, and {int(long.sum())} of {len(results)} samples are too "
-            "long; raise seq_len to at least "
+            f"{results[first].prompt_length} tokens), but seq_len is {seq_len}; {int(long.sum())} "
+            f"of {len(results)} samples are too long. Raise seq_len to at least "
             f"{int(positions.max())}, or choose too_long='drop', 'truncate' or 'extend'"
         )
     extra = {}

@@ -91,13 +91,25 @@ def packed_tensors_from_tokenized_results(
     good placements.
 
     Raises PackError for samples with inconsistent lists, and if nothing is left to pack.
+
+    >>> samples = [
+    ...     TokenizedResult(
+    ...         task_id="sums/1", sample=number, token_ids=[*range(20), 20 + number],
+    ...         assistant_mask=[False] * 20 + [True], input_pos=range(21), prompt_length=20,
+    ...         logprobs=[math.nan] * 20 + [-0.5], reward=number, advantage=number - 0.5,
+    ...     )
+    ...     for number in range(2)
+    ... ]
+    >>> packed = packed_tensors_from_tokenized_results(samples, seq_len=32, pad_id=0)
+    >>> packed.num_tokens, packed.num_trained  # the shared prompt is stored once
+    (21, 2)
     """
     _check_options(
         seq_len, aggregation, constant_length, too_long, share, shortest_shared, multiple
     )
     if not results:
         raise PackError(
-            "there is nothing to pack: no samples were given; check how many groups had a signal"
+            "nothing to pack: no samples were given; check how many groups had a signal"
         )
 
     with _no_garbage_collection():
@@ -106,9 +118,8 @@ def packed_tensors_from_tokenized_results(
         if not len(kept):
             counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
             raise PackError(
-                f"there is nothing to pack: all {len(results)} samples were dropped ({counts}) "
-                f"at seq_len {seq_len}; "
-                "raise seq_len, or lower the sampler's max_tokens"
+                f"nothing to pack: all {len(results)} samples were dropped ({counts}) at seq_len "
+                f"{seq_len}; raise seq_len, or lower max_tokens"
             )
         if dropped["too_long"]:
             logger.warning(
@@ -177,18 +188,17 @@ def _check_options(
         constant_length is not None and constant_length < 1
     ):
         raise PackError(
-            f"aggregation {aggregation!r} with constant_length {constant_length}; 'constant' "
-            "needs a constant_length of at least "
-            "1 token, the others take none"
+            f"aggregation is {aggregation!r} with constant_length {constant_length}; 'constant' "
+            "needs a constant_length of at least 1 token, the others take none"
         )
     if seq_len < 1:
         raise PackError(f"seq_len is {seq_len}; a row needs at least 1 position")
     if shortest_shared < 1:
         raise PackError(
-            f"shortest_shared is {shortest_shared}; what is stored once takes at least 1 position"
+            f"shortest_shared is {shortest_shared}; a shared prompt has at least 1 position"
         )
     if multiple < 1:
-        raise PackError(f"rows cannot be brought to a multiple of {multiple}")
+        raise PackError(f"rows cannot be padded to a multiple of {multiple}; give at least 1")
 
 
 def _place(

@@ -33,7 +33,18 @@ from ttrl.records import TokenizedResult
 
 @dataclass(kw_only=True)
 class PackedTensors:
-    """Rows of packed samples: [B, T] tensors and the table of their samples."""
+    """Rows of packed samples: [B, T] tensors and the table of their samples.
+
+    >>> sample = TokenizedResult(
+    ...     task_id="sums/1", sample=0, token_ids=[5, 6, 7], assistant_mask=[False, False, True],
+    ...     input_pos=[0, 1, 2], logprobs=[math.nan, math.nan, -0.5], prompt_length=2,
+    ...     reward=1.0, advantage=0.5,
+    ... )
+    >>> packed = packed_tensors_from_tokenized_results([sample], seq_len=8, pad_id=0)
+    >>> packed.save("packed.safetensors")
+    >>> PackedTensors.load("packed.safetensors").labels.tolist()
+    [[-100, 7, -100, -100, -100, -100, -100, -100]]
+    """
 
     tokens: Tensor
     """int64 input ids; `pad_id` in padding."""
@@ -133,7 +144,9 @@ class PackedTensors:
     def pad_rows_to_multiple(self, multiple: int) -> "PackedTensors":
         """Add zero-weight padding rows up to a multiple of a number: every rank gets as many."""
         if multiple < 1:
-            raise PackError(f"cannot bring {self.num_rows} rows to a multiple of {multiple}")
+            raise PackError(
+                f"cannot pad {self.num_rows} rows to a multiple of {multiple}; give at least 1"
+            )
         missing = -self.num_rows % multiple
         if not missing:
             return self

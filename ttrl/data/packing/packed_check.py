@@ -238,7 +238,7 @@ def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
     runs.refuse(
         place,
         child & (runs.sample[parent_run] >= 0),
-        "a group continues a group that belongs to one sample",
+        "a group continues a group of a single sample",
     )
     children = np.bincount(parent_run[child], minlength=len(root))
     # All children begin with their own copy of their parent's omitted last token: the same for all.
@@ -250,11 +250,11 @@ def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
         "siblings do not begin with the same token",
     )
     shared = runs.sample < 0
-    runs.refuse(place, shared & (children == 0), "a shared group that nothing continues")
+    runs.refuse(place, shared & (children == 0), "a shared group without children")
     runs.refuse(
         place,
         shared & (children == 1),
-        "a shared group with one child, which should be one with it",
+        "a shared group with a single child; the two should be one group",
     )
 
     paths: list[list[int]] = []
@@ -267,7 +267,10 @@ def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
         else:
             if parent not in path:  # neither the group to the left nor one of its ancestors
                 place.fail(
-                    int(runs.row[run]), int(runs.column[run]), "groups do not stand depth first", 1
+                    int(runs.row[run]),
+                    int(runs.column[run]),
+                    "groups are not in depth-first order",
+                    1,
                 )
             path = [*path[: path.index(parent) + 1], group]
         paths.append(path)
@@ -308,7 +311,7 @@ def _check_labels(flat: Arrays, runs: _Runs, inside: np.ndarray, place: _Place) 
     for name in ("advantages", "weights"):
         values = flat[name]
         place.refuse(~np.isfinite(values), f"{name} is not finite")
-        place.refuse(untrained & (values != 0), f"{name} is set where nothing is trained")
+        place.refuse(untrained & (values != 0), f"{name} is set at an untrained position")
     if flat["weights"].min() < 0:
         place.refuse(flat["weights"] < 0, "a weight is negative")
     place.refuse(untrained & (flat["weights_version"] != -1), "a weights_version without a label")
@@ -334,9 +337,8 @@ def _check_samples(samples: Sequence[PackedSample], owned: Sequence[_Owned], whe
         seen = (here.row, here.path, here.num_trained)
         if told != seen:
             raise PackError(
-                f"{where}: {name} is in the table with (row, groups, trained tokens) {told}, but "
-                f"the tensors hold {seen}; "
-                "pack the samples again"
+                f"{where}: the table gives {name} (row, groups, trained tokens) {told}, but the "
+                f"tensors hold {seen}; pack the samples again"
             )
         length = here.position + here.length + 1  # tokens, the last label included
         if (
@@ -345,7 +347,6 @@ def _check_samples(samples: Sequence[PackedSample], owned: Sequence[_Owned], whe
         ):
             raise PackError(
                 f"{where}: {name} shares {here.position} positions and has {length} tokens, but "
-                "the table gives it a prompt of "
-                f"{sample.prompt_length} and a completion of {sample.completion_length} tokens; "
-                "pack the samples again"
+                f"its table entry has a prompt of {sample.prompt_length} and a completion of "
+                f"{sample.completion_length} tokens; pack the samples again"
             )

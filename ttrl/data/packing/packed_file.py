@@ -71,8 +71,7 @@ def load_packed(
     path = Path(path)
     if not path.is_file():
         raise PackError(
-            f"{path}: there is no such file; the packed tensors of an iteration are written by "
-            "its pack phase"
+            f"{path} does not exist; the pack phase writes the packed tensors of an iteration"
         )
     try:
         with again(lambda: safetensors.safe_open(path, framework="pt")) as file:
@@ -80,12 +79,12 @@ def load_packed(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (safetensors.SafetensorError, OSError) as error:
         raise PackError(
-            f"{path}: cannot be read as safetensors ({error}); it is damaged or incomplete, pack "
+            f"{path} cannot be read as safetensors ({error}): it is damaged or incomplete, pack "
             "again"
         ) from error
     if HEADER_KEY not in metadata:
         raise PackError(
-            f"{path}: a safetensors file, but not of packed tensors (no {HEADER_KEY!r} in its "
+            f"{path} is a safetensors file, but not of packed tensors (no {HEADER_KEY!r} in its "
             "header)"
         )
     missing = TENSOR_DTYPES.keys() - tensors.keys() - OPTIONAL
@@ -99,8 +98,8 @@ def load_packed(
         header = json.loads(metadata[HEADER_KEY])
         if header["schema"] != SCHEMA:
             raise PackError(
-                f"{path}: written in format {header['schema']}, this version reads format "
-                f"{SCHEMA}; pack again"
+                f"{path} has format {header['schema']}, and this version reads format {SCHEMA}; "
+                "pack again"
             )
         samples = [PackedSample(**row) for row in header["samples"]]
         return tensors, samples, {name: header[name] for name in HEADER_FIELDS}
@@ -119,6 +118,4 @@ def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor:
             tensor: Tensor = file.get_tensor(name)
             return tensor
     except (safetensors.SafetensorError, OSError) as error:
-        raise PackError(
-            f"{os.fspath(path)}: there is no tensor {name!r} to be read ({error})"
-        ) from error
+        raise PackError(f"{os.fspath(path)} has no readable tensor {name!r} ({error})") from error

@@ -59,6 +59,14 @@ def plot_packed_tensors(
     into their places.
 
     Raises PackError for missing rows, and ImportError without matplotlib.
+
+    >>> sample = TokenizedResult(
+    ...     task_id="sums/1", sample=0, token_ids=[5, 6, 7], assistant_mask=[False, False, True],
+    ...     input_pos=[0, 1, 2], logprobs=[math.nan, math.nan, -0.5], prompt_length=2,
+    ...     reward=1.0, advantage=0.5,
+    ... )
+    >>> packed = packed_tensors_from_tokenized_results([sample], seq_len=8, pad_id=0)
+    >>> figure = plot_packed_tensors(packed, "rows.png")
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -231,7 +239,7 @@ def _legend(figure: "Figure", depths: int) -> None:
     handles = [
         Patch(facecolor=root, label="root of a tree (one hue per tree)"),
         Patch(facecolor=leaf, label="deepest group"),
-        Patch(facecolor=mix("#ffffff", root, 0.18), label="seen by all that stands below"),
+        Patch(facecolor=mix("#ffffff", root, 0.18), label="visible to all groups below"),
         Patch(facecolor=_TRAINED, label="the next token is trained"),
         Patch(facecolor="#f4f4f2", hatch="////", edgecolor=_PADDING, label="padding"),
     ]

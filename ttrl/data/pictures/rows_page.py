@@ -58,9 +58,10 @@ def packed_rows_html(
     rows: Sequence[int],
     token_text: TokenText | None = None,
     title: str = "Packed rows",
+    most_bytes: int = MAX_BYTES,
 ) -> str:
     """Return the page of these rows, in this order; ids are shown if `token_text` is None. Raises
-    PackError for missing rows, and for a page larger than MAX_BYTES.
+    PackError for missing rows, and for a page larger than `most_bytes`.
     """
     chosen = check_rows(packed, rows)
     tokens = int((packed.group_ids[chosen] >= 0).sum())
@@ -69,12 +70,11 @@ def packed_rows_html(
         for values in (packed.advantages, packed.weights)
     )
     size = tokens * _BYTES_PER_POSITION + changes * _BYTES_PER_CHANGE
-    if size > MAX_BYTES:
+    if size > most_bytes:
         raise PackError(
-            f"{len(chosen)} rows with {tokens:,} tokens would make a page of up to "
-            f"{size / 1e6:.0f} MB, and browsers get slow "
-            f"above {MAX_BYTES / 1e6:.0f} MB; choose about "
-            f"{max(1, len(chosen) * MAX_BYTES // size)} rows at a time"
+            f"{len(chosen)} rows with {tokens:,} tokens make a page of up to {size / 1e6:.0f} MB, "
+            f"and browsers get slow above {most_bytes / 1e6:.0f} MB; choose about "
+            f"{max(1, len(chosen) * most_bytes // size)} rows at a time"
         )
     segments = {row: segments_of(packed, row) for row in chosen}
     data = page_data(packed, segments, token_text)
@@ -167,7 +167,7 @@ class _RowFacts:
 
     def owner(self, segment: Segment) -> str:
         if segment.sample < 0:
-            return "shared by the completions that continue it"
+            return "shared by the completions below it"
         sample = self._samples[segment.sample]
         return f"task {visible(sample.task_id)}, sample {sample.sample}"
 

@@ -61,6 +61,10 @@ class CacheStats:
 class Cache:
     """Stores answers by key, in object stores read in order. Made by `Cache.of`; usable in several
     event loops.
+
+    >>> cache = Cache.of(["/tmp/completions", "memory://examples"])
+    >>> cache.describe()
+    '/tmp/completions, memory://examples'
     """
 
     stores: tuple[Store, ...]
@@ -126,7 +130,7 @@ class Cache:
                 else:
                     kind = error.kind
                 self._warn_once(
-                    store, kind, f"the entry {key} is not used: {error}. It counts as a miss"
+                    store, kind, f"the cache ignores entry {key}: {error}. It counts as a miss"
                 )
                 continue
             self.stats.hits += 1
@@ -146,7 +150,7 @@ class Cache:
         data = encode_entry(key, answer, request, datetime.now(UTC))
         if data is None:
             self.stats.failed_writes += len(self.stores)
-            log.warning("cache: an answer of more than %s is not kept", gib(MOST_BYTES))
+            log.warning("the cache does not store an answer of more than %s", gib(MOST_BYTES))
             return
         written = await asyncio.gather(*(self._write(store, key, data) for store in self.stores))
         self.stats.writes += sum(written)
@@ -193,7 +197,7 @@ class Cache:
     def _failed(self, store: Store, what: str, error: Unavailable) -> None:
         if not error.skipped:
             self._warn_once(
-                store, what, f"it cannot be {what}: {error}. The run goes on without it"
+                store, what, f"it cannot be {what}: {error}. The run continues without it"
             )
 
     def _warn_once(self, store: Store, kind: str, text: str) -> None:
@@ -201,5 +205,7 @@ class Cache:
         if (store.shown, kind) not in self._reported:
             self._reported.add((store.shown, kind))
             log.warning(
-                "cache %s: %s; more of this kind are counted, not reported.", store.shown, text
+                "cache %s: %s; ttrl counts more of this kind without reporting them.",
+                store.shown,
+                text,
             )

@@ -102,7 +102,7 @@ def _canonical(value: Any, where: str) -> Any:
     if isinstance(value, float):
         if value - value != 0:
             raise UserError(
-                f"{where} is {value}, which JSON does not have; leave it out or give a finite "
+                f"{where} is {value}, which JSON cannot represent; leave it out or give a finite "
                 "number"
             )
         if value.is_integer():
@@ -114,16 +114,15 @@ def _canonical(value: Any, where: str) -> Any:
             name = key if isinstance(key, str) else str(key) if type(key) is int else None
             if name is None or name in named:
                 raise UserError(
-                    f"{where} has the key {key!r}, which is no JSON name of its own; use "
-                    "distinct strings"
+                    f"{where} has the key {key!r}, not a distinct JSON name; use distinct strings"
                 )
             named[name] = _canonical(item, f"{where}.{name}")
         return named
     if isinstance(value, list | tuple):
         return [_canonical(item, f"{where}[{i}]") for i, item in enumerate(value)]
     raise UserError(
-        f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, "
-        "lists and dicts"
+        f"{where} is a {type(value).__name__}, not JSON; give plain numbers, strings, lists and "
+        "dicts"
     )
 
 
@@ -196,8 +195,8 @@ def decode_entry(key: str, data: bytes) -> Entry:
     """
     if not data.startswith(_MAGIC):
         if _MAGIC.startswith(data):
-            raise DamagedEntry("damaged", f"only {len(data)} bytes are left of it")
-        raise DamagedEntry("foreign", "it was not written by ttrl")
+            raise DamagedEntry("damaged", f"only {len(data)} bytes of it are left")
+        raise DamagedEntry("foreign", "ttrl did not write it")
     match = _FIRST_LINE.match(data)
     if match is None:
         raise DamagedEntry("damaged", "its first line is damaged")
@@ -211,7 +210,7 @@ def decode_entry(key: str, data: bytes) -> Entry:
         else:
             kind = "damaged"
         raise DamagedEntry(
-            kind, f"it has schema {int(match[1])}, this ttrl reads schema {ENTRY_SCHEMA}"
+            kind, f"it has schema {int(match[1])}, but this ttrl reads schema {ENTRY_SCHEMA}"
         )
     try:
         first, request, choice = _unpacked(packed).split(b"\n", 2)
@@ -219,7 +218,7 @@ def decode_entry(key: str, data: bytes) -> Entry:
     # Msgspec's errors are ValueErrors.
     except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
         raise DamagedEntry(
-            "damaged", f"its checksum is right, its content cannot be read ({error})"
+            "damaged", f"its checksum is right, but its content cannot be read ({error})"
         ) from error
     if about.key != key:
         raise DamagedEntry("misplaced", f"it is the entry of {about.key}")
@@ -233,9 +232,9 @@ def _unpacked(packed: bytes) -> bytes:
     unpacker = zlib.decompressobj(wbits=31)  # of gzip, including its checksum
     data = unpacker.decompress(packed, MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise ValueError(f"unpacked it is larger than {gib(MOST_BYTES)}")
+        raise ValueError(f"unpacked, it is larger than {gib(MOST_BYTES)}")
     if not unpacker.eof or unpacker.unused_data:
-        raise ValueError("what is compressed does not end where the entry does")
+        raise ValueError("its compressed part has the wrong length")
     return data
 
 

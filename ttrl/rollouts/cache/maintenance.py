@@ -170,8 +170,8 @@ def prune(
     """
     if older_than is not None and (damaged_only or older_than < timedelta(0)):
         raise UserError(
-            "prune takes one of: older than a time that is not negative, damaged only, or "
-            "neither for all"
+            "prune takes one of: older than a non-negative time, only damaged entries, or neither "
+            "for all"
         )
     store, opened = _open(address)
     if older_than is None:
@@ -210,23 +210,24 @@ def _open(address: str | os.PathLike[str]) -> tuple[Store, ObjectStore]:
     opened = store.open()
     if opened is None:
         raise UserError(
-            f"there is no folder {store.shown}, so no cache; the first answer that is put makes it"
+            f"no cache: the folder {store.shown} does not exist; ttrl creates it with the first "
+            "entry"
         )
     return store, opened
 
 
 def _nothing(store: Store, others: int) -> UserError:
     if others:
-        beside = f" (it has {others:,} objects that are not the cache's)"
+        beside = f" (it has {others:,} objects of other programs)"
     else:
         beside = ""
     if store.in_memory:
         return UserError(
-            f"{store.shown} is empty: it lives in the process that fills it, and ends with it; "
-            "give a folder or a bucket"
+            f"{store.shown} is empty: it exists only in the process that fills it; give a folder "
+            "or a bucket"
         )
     return UserError(
-        f"{store.shown} holds no cache entry{beside}; give the address that the run's cache has"
+        f"{store.shown} holds no cache entry{beside}; give the address of the run's cache"
     )
 
 

@@ -54,8 +54,8 @@ _OURS = {
     "messages": "they come from the tasks",
     "model": "give it as get_task_results(model=…)",
     "n": "give it as get_task_results(n=…)",
-    "stream": "completions are streamed where on_chunk is given",
-    "stream_options": "completions are streamed where on_chunk is given",
+    "stream": "set on_chunk to stream completions",
+    "stream_options": "set on_chunk to stream completions",
     "extra_headers": "give them to the client, as AsyncOpenAI(default_headers=…)",
     "extra_query": "give it to the client, as AsyncOpenAI(default_query=…)",
     "timeout": "give it to the client, as AsyncOpenAI(timeout=…)",
@@ -93,7 +93,7 @@ class ChatRequest:
     ) -> "ChatRequest":
         """Check everything. Raises UserError for all errors detectable before a request."""
         if not isinstance(model, str) or not model:
-            raise UserError(f"model is {model!r}; give the name under which the server serves it")
+            raise UserError(f"model is {model!r}; give the server's name for the model")
         if not is_number(stall_timeout) or stall_timeout <= 0:
             raise UserError(
                 f"stall_timeout is {stall_timeout!r}; give a positive number of seconds"
@@ -201,9 +201,9 @@ def checked_parameters(params: Mapping[str, Any] | None) -> Mapping[str, Any]:
         if near:
             hint = f"did you mean {near[0]!r}?"
         else:
-            hint = "if your server knows it, give it in params['extra_body']"
+            hint = "if your server accepts it, give it in params['extra_body']"
         raise UserError(
-            f"params[{name!r}] is no sampling parameter of the OpenAI API or of vLLM; {hint}"
+            f"params[{name!r}] is not a sampling parameter of the OpenAI API or of vLLM; {hint}"
         )
     _check_number("params['temperature']", given.get("temperature"), 0.0, math.inf)
     _check_number("params['top_p']", given.get("top_p"), 0.0, 1.0)
@@ -246,7 +246,7 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, numbers.Real):
         if not math.isfinite(value):
             raise UserError(
-                f"{where} is {value}, which JSON does not have; leave it out or give a finite "
+                f"{where} is {value}, which JSON cannot represent; leave it out or give a finite "
                 "number"
             )
         return float(value)
@@ -264,6 +264,6 @@ def plain(value: Any, where: str) -> Any:
             f"'schema': {value.__name__}.model_json_schema()}}}}"
         )
     raise UserError(
-        f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, "
-        "lists and dicts"
+        f"{where} is a {type(value).__name__}, not JSON; give plain numbers, strings, lists and "
+        "dicts"
     )

@@ -112,8 +112,8 @@ def read_choice(
         else:
             missing = "prompt_token_ids"
         raise TokenizationError(
-            f"{place}: the server returned no {missing}; use a vLLM server that knows "
-            "return_token_ids, or token_ids=False"
+            f"{place}: the server returned no {missing}; use a vLLM server with return_token_ids, "
+            "or token_ids=False"
         )
     sample.prompt_token_ids = list(prompt_ids)
     sample.token_ids = ids

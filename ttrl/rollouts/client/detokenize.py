@@ -102,8 +102,8 @@ class ServerTokenizer:
             if error.worth_retry:
                 raise
             logger.warning(
-                "%s does not say which tokens it puts before prompts; one that begins with a "
-                "token such as <bos> may get it twice: %s",
+                "%s does not report its tokens before prompts; prompts with a first token such as "
+                "<bos> may get it twice: %s",
                 server.base_url,
                 error,
             )
@@ -119,7 +119,7 @@ class ServerTokenizer:
         body = {"model": self._model, "tokens": list(ids)}
         text = _decoded(await server.post("/detokenize", body, root=True)).get("prompt")
         if not isinstance(text, str):
-            raise RequestError(f"{server.base_url}: /detokenize gave no text", "malformed")
+            raise RequestError(f"{server.base_url}: /detokenize returned no text", "malformed")
         return text
 
     async def is_special(self, token: int) -> bool:
@@ -142,7 +142,7 @@ class ServerTokenizer:
             choice = answer["choices"][0]
             if choice.get("token_ids") != [token]:
                 raise RequestError(
-                    f"{self._server().base_url}: token {token} was asked for, and another came",
+                    f"{self._server().base_url}: asked for token {token}, but it sent another",
                     "malformed",
                 )
             self._special[token] = choice["text"] == "" and await self._string(token) != ""
@@ -209,10 +209,9 @@ class ServerTokenizer:
                 break
         if not agrees:
             raise TokenizationError(
-                f"{place}: the text of its first {len(ids)} tokens ends with {begins[-60:]!r}, "
-                "but the server decodes them to "
-                f"…{text[-60:]!r}; a completion whose text is not what its ids say (a reasoning "
-                "parser?) cannot be continued"
+                f"{place}: the text of its first {len(ids)} tokens ends with {begins[-60:]!r}, but "
+                f"the server decodes them to …{text[-60:]!r}; a completion cannot be continued if "
+                "its text does not match its ids (check for a reasoning parser)"
             )
         return text
 

@@ -14,12 +14,11 @@ from ttrl.text import gib, one_line
 
 _NO_PARSER = re.compile(r"tool[ _]choice.* requires .*--tool-call-parser to be set")
 _NAME_A_PARSER = (
-    "this server has no parser for the model's tool calls, which a request with tools needs; at "
-    "its start ttrl said why none was chosen. If the model's chat template shows it no tools, set "
-    "chat_template to one that does (docs/how-to/chat_templates.md). Else name the parser that "
-    "reads its calls, such as hermes: "
-    'server={"tool_call_parser": "hermes"} in a run, server_args (--server-args) elsewhere, '
-    "--vllm tool_call_parser=hermes for `ttrl serve`"
+    "this server has no parser for the model's tool calls, and a request with tools needs one; "
+    "the server's log has ttrl's reason. If the model's chat template shows no tools, set "
+    "chat_template to one with tools (docs/how-to/chat_templates.md). Otherwise name a parser, "
+    'such as hermes: server={"tool_call_parser": "hermes"} in a run, server_args '
+    "(--server-args) elsewhere, --vllm tool_call_parser=hermes for `ttrl serve`"
 )
 
 
@@ -76,7 +75,7 @@ def status_error(
     if len(secret) >= 8:
         text = text.replace(secret, "…")  # some servers repeat the refused key
     if address and status == 401 and "OPENAI_API_KEY" not in text:
-        text += " (an address's key is taken from OPENAI_API_KEY)"
+        text += " (an address's key comes from OPENAI_API_KEY)"
     if address and status == 404 and not place.rstrip("/").endswith("/v1") and "/v1" not in text:
         text += " (most addresses end in /v1)"
     return RequestError(
@@ -98,14 +97,14 @@ def connection_error(place: str, error: BaseException | str) -> RequestError:
     else:
         why = f"{type(error).__name__}: {error}"
     return RequestError(
-        f"{place}: no connection: {one_line(why)}; is the server running?", "connection"
+        f"{place}: no connection: {one_line(why)}; check that the server is running", "connection"
     )
 
 
 def too_large(place: str, most: int) -> RequestError:
     """Return the error of an answer larger than any expected one."""
     return RequestError(
-        f"{place}: the server's answer is larger than {gib(most)}; what was asked for has less",
+        f"{place}: the server's answer is larger than {gib(most)}, the limit for this request",
         "malformed",
     )
 

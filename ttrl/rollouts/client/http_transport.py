@@ -155,7 +155,7 @@ class HTTPTransport:
             return connection_error(self.base_url, inner)
         if isinstance(error, aiohttp.ClientResponseError):
             return RequestError(
-                f"{self.base_url}: the server's answer is no HTTP: {one_line(str(error))}",
+                f"{self.base_url}: the server's answer is not HTTP: {one_line(str(error))}",
                 "malformed",
             )
         if isinstance(error, aiohttp.ClientPayloadError) and isinstance(

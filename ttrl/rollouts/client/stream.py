@@ -280,7 +280,7 @@ def broken_stream(place: str, has_begun: bool) -> RequestError:
     if has_begun:
         what = "in the middle of a completion"
     else:
-        what = "before anything came"
+        what = "before the first chunk"
     return RequestError(f"{place}: the stream ended {what}", "connection")
 
 
@@ -301,6 +301,13 @@ async def consume_chat_completion_stream(
 
     Raises RequestError if the stream ends before its completion, or holds anything but chunks;
     exceptions of the stream or `on_chunk` pass through.
+
+    >>> async def chunks():
+    ...     yield {"choices": [{"index": 0, "delta": {"content": "2 + 2"}}]}
+    ...     yield {"choices": [{"index": 0, "delta": {"content": " = 4"}, "finish_reason": "stop"}]}
+    >>> completion = asyncio.run(consume_chat_completion_stream(chunks()))
+    >>> completion.choices[0].message.content
+    '2 + 2 = 4'
     """
     live = LiveCompletion(n, on_chunk)
     try:

@@ -67,7 +67,7 @@ def transport_for(client: AsyncOpenAI | str | Endpoint) -> Transport:
         return ClientTransport(client)
     elif isinstance(client, OpenAI):
         raise UserError(
-            f"client is a {type(client).__name__}; sampling is concurrent: give an AsyncOpenAI "
+            f"client is a {type(client).__name__}, but sampling is concurrent: give an AsyncOpenAI "
             "client"
         )
     else:
@@ -121,7 +121,7 @@ def answer_identity(
     if weights_digest is not None:
         if not isinstance(weights_digest, str) or not weights_digest:
             raise UserError(
-                f"weights_digest is {weights_digest!r}; give a string that names the weights"
+                f"weights_digest is {weights_digest!r}; give a string as name of the weights"
             )
         return {"weights": weights_digest}
     local = next(
@@ -129,10 +129,9 @@ def answer_identity(
     )
     if has_cache and local is not None:
         raise UserError(
-            f"cache: {local} may serve other weights tomorrow, whose answers must not be taken "
-            "for today's; "
-            "give weights_digest=…, a name that changes with the weights "
-            "(VLLMServer.weights_digest() computes one)"
+            f"cache: {local} may later serve other weights, and the cache would return outdated "
+            "replies. Set weights_digest to a name for these weights (VLLMServer.weights_digest() "
+            "computes one)"
         )
     return sorted(
         (transport.identity for transport in transports),

@@ -272,7 +272,7 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
     # Reading each would take seconds for a million of them.
     if len(response.choices) > n + _MORE_CHOICES:
         raise RequestError(
-            f"{place}: the server returned {len(response.choices)} choices, {n} asked for",
+            f"{place}: the server returned {len(response.choices)} choices instead of {n}",
             "malformed",
         )
     usage = read_usage(response.usage)
@@ -331,7 +331,7 @@ def _response(data: bytes, place: str) -> _Response:
         shown = data.decode(errors="replace").strip()
         if not shown.startswith(("{", "[")):
             raise RequestError(
-                f"{place}: the server answered {one_line(shown) or 'nothing'}, which is no chat "
+                f"{place}: the server answered {one_line(shown) or 'nothing'}, not a chat "
                 "completion",
                 "malformed",
             ) from error
@@ -340,7 +340,7 @@ def _response(data: bytes, place: str) -> _Response:
         ) from error
     if not isinstance(obj, dict):
         raise RequestError(
-            f"{place}: the server answered {one_line(obj)}, which is no chat completion",
+            f"{place}: the server answered {one_line(obj)}, not a chat completion",
             "malformed",
         )
     choices = obj.get("choices")

@@ -116,7 +116,7 @@ class _Worker:
         data = pack(answer)
         if len(data) > MAX_ANSWER:
             text = (
-                f"the grader's answer has {len(data) / 1e6:.1f} MB; it may have "
+                f"the grader's answer has {len(data) / 1e6:.1f} MB; the limit is "
                 f"{MAX_ANSWER / 1e6:.1f} MB"
             )
             data = pack(Reply(answer.order, error=text))
@@ -151,8 +151,8 @@ class _Worker:
             self.limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
         out_of_memory = isinstance(error, MemoryError)
         text = (
-            f"ran out of the {self.memory / 2**20:.0f} MiB of memory that it may use; make it "
-            "leaner or raise grader_memory"
+            f"exceeded its limit of {self.memory / 2**20:.0f} MiB of memory; make it leaner or "
+            "raise grader_memory"
         )
         if not out_of_memory:
             text = f"raised {describe(error)}"
@@ -172,8 +172,8 @@ class _Worker:
         except BaseException as error:  # noqa: BLE001 - imports run any code
             return (
                 f"the grader could not be loaded in its process: {describe(error)}; with "
-                "isolated=True the modules that it "
-                f"uses must be importable anew\n{own_traceback(error, __file__)}"
+                "isolated=True, its modules must be importable there\n"
+                f"{own_traceback(error, __file__)}"
             )
         self.base += max(0, _address_space() - before)
         return None

@@ -298,7 +298,7 @@ class Graders:
         ):
             raise GraderError(
                 f"{where}: the group_grader returned {short(outputs, 80)} for {len(choices)} "
-                "choices; it returns as many"
+                "choices; it must return one output per choice"
             )
         return [
             one if isinstance(one, GraderError) else Grade.of(one, where, who="group_grader")
@@ -314,8 +314,9 @@ def _way_out(error: BaseException) -> str:
             break
         if "main thread" in describe(cause):
             return (
-                "; signals, which limit its time, work in a process's main thread only, and "
-                "graders run in others; with isolated=True they run in main threads of processes"
+                "; the signals for its time limit work only in a process's main thread, and "
+                "graders run in others; with isolated=True, they run in main threads of their own "
+                "processes"
             )
         cause = cause.__cause__ or cause.__context__
     return ""

@@ -120,8 +120,8 @@ class IsolatedGraders:
                     self._idle.append(worker)
                 return _grade(answer, where)
             raise GraderError(
-                f"{where}: processes for graders end as soon as they are started; the machine "
-                "may be out of memory"
+                f"{where}: grader processes end right after their start; check this machine's free "
+                "memory"
             )
 
     def _pickled(self, grader: Grader, where: str) -> tuple[int, bytes]:
@@ -149,8 +149,8 @@ class IsolatedGraders:
             self._starts += 1
             if self._starts >= _STARTS:
                 raise GraderError(
-                    f"{where}: the process that runs graders ended {_STARTS} times in a row. "
-                    f"It said: {self._keeper.last_words}"
+                    f"{where}: the process for graders ended {_STARTS} times in a row. Its last "
+                    f"words: {self._keeper.last_words}"
                 )
             self._keeper = None
         self.__enter__()
@@ -162,8 +162,8 @@ class IsolatedGraders:
         kind = end.kind
         if kind == "closed":
             return (
-                "the grader closed the channel between its process and ttrl; a grader closes "
-                "files of its own only"
+                "the grader closed the channel between its process and ttrl; a grader may close "
+                "only its own files"
             )
         if kind == "timeout":
             return (
@@ -178,15 +178,15 @@ class IsolatedGraders:
         if kind == "garbage":
             return (
                 "the grader wrote into the channel between its process and ttrl; a grader may "
-                "write to files of its own only"
+                "write only to its own files"
             )
         status = end.status
         if status is None:
-            return "the processes that run graders were ended from outside; the grade is lost"
+            return "the grader processes were killed from outside; the grade is lost"
         if status >= 0:
             return (
-                f"the grader ended its process with exit code {status} (os._exit?); a grader "
-                "returns its reward, or raises"
+                f"the grader ended its process with exit code {status} (os._exit?); let it return "
+                "its reward, or raise an error"
             )
         if -status in set(signal.Signals):
             name = signal.Signals(-status).name
@@ -200,7 +200,7 @@ class IsolatedGraders:
             )
         hint = {
             "SIGKILL": "; the machine may have run out of memory",
-            "SIGSEGV": ": a crash in C code, or too deep a recursion",
+            "SIGSEGV": ": a crash in C code, or recursion too deep",
         }
         return f"the grader's process was ended by {name}{hint.get(name, '')}"
 

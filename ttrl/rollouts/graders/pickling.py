@@ -53,9 +53,8 @@ def pickled(grader: Grader, where: str) -> bytes:
         name = getattr(grader, "__qualname__", None) or type(grader).__qualname__
         raise GraderError(
             f"{where}: the grader {name} cannot be sent to a process of its own: "
-            f"{type(error).__name__}: {error}; make what it "
-            "holds (locks, clients, open files) inside of it when it is called, or set "
-            "isolated=False"
+            f"{type(error).__name__}: {error}. Create its locks, clients and open files inside the "
+            "call, or set isolated=False"
         ) from error
     finally:
         for module in pickler.registered:

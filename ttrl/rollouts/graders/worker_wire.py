@@ -84,7 +84,7 @@ def unpack(
         raise ValueError("not a message") from error
     lengths = header.parts
     if limit is not None and lengths:
-        raise ValueError("parts where there are none")
+        raise ValueError("unexpected parts")
     if len(buffer) < end + sum(lengths):
         return None
     parts = []

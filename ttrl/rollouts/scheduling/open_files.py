@@ -4,6 +4,7 @@ them.
 
 import logging
 import math
+from collections.abc import Callable
 
 try:
     import resource
@@ -19,7 +20,9 @@ RESERVE = 256
 class OpenFiles:
     """Limits open connections. Reads the system's limit only when it could matter."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: Callable[[int], float] | None = None) -> None:
+        """limit: see `open_file_limit`, the default."""
+        self._limit = limit or open_file_limit
         self._most = 0.0
         self._is_final = False
 
@@ -31,14 +34,14 @@ class OpenFiles:
             return True
         if self._is_final:
             return False
-        self._most = open_file_limit(connections + RESERVE) - RESERVE
+        self._most = self._limit(connections + RESERVE) - RESERVE
         if connections <= self._most:
             return True
         self._is_final = True
         self._most = max(self._most, 1.0)
         logger.warning(
-            "this process may have %d files open, so at most %d requests are in flight at once; "
-            "more with a higher `ulimit -Hn`",
+            "this process may open %d files, so it sends at most %d requests at once; raise "
+            "`ulimit -Hn` for more",
             self._most + RESERVE,
             self._most,
         )

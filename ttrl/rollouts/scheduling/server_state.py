@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ttrl.errors import RequestError
 from ttrl.rollouts.scheduling.capacity import Load, ServerRoom, read_metrics
@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 
 FAULTS_IN_A_ROW = 3
 """5xx, timeouts, stalls and unreadable answers in a row before a server is doubted."""
-PROBE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 5.0)
-"""Seconds between the probes of a failed server; the last one repeats."""
 PROBE_TIMEOUT = 5.0
-POLL_PAUSE = 1.0
-"""Seconds between two reads of /metrics while requests are in flight."""
 UNANSWERED_IN_A_ROW = 2
 """Reads of /metrics timing out before a server is doubted, if no request is answered in between."""
 LONGEST_RETRY_AFTER = 120.0
@@ -29,6 +25,22 @@ ABANDON_AFTER = 30.0
 """Seconds before requests in flight to a failed server are moved: a dead machine closes no
 connection.
 """
+
+
+class Pauses(NamedTuple):
+    """Seconds of waiting."""
+
+    first_retry: float = 0.5
+    """Before a request's first retry; doubled each time, with up to a quarter taken off at
+    random.
+    """
+    longest_retry: float = 8.0
+    probes: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 5.0)
+    """Between the probes of a failed server; the last one repeats."""
+    poll: float = 1.0
+    """Between two reads of /metrics while requests are in flight."""
+    patience: float = 10.0
+    """Until giving up if no server has ever answered: the address is probably wrong."""
 
 
 class Lease:
@@ -49,9 +61,14 @@ class Server:
     """
 
     def __init__(
-        self, transport: "Transport", lengths: Lengths, changed: Callable[["Server"], None]
+        self,
+        transport: "Transport",
+        lengths: Lengths,
+        changed: Callable[["Server"], None],
+        pauses: Pauses,
     ) -> None:
         """`changed` is called with it whenever it has more room or has failed."""
+        self._pauses = pauses
         self.transport, self.room = transport, ServerRoom(lengths)
         self.leases: set[Lease] = set()
         self.up = True
@@ -162,7 +179,7 @@ class Server:
         else:
             state = "it does not answer"
         logger.warning(
-            "%s is taken out, %s; the last fault: %s", self.base_url, state, self.last_fault
+            "%s is out of use, %s; the last fault: %s", self.base_url, state, self.last_fault
         )
         self._spawn(self._bring_back(self._rests if alive else 0))
         self._rests += alive
@@ -174,7 +191,7 @@ class Server:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
-            await asyncio.sleep(PROBE_PAUSES[min(number, len(PROBE_PAUSES) - 1)])
+            await asyncio.sleep(self._pauses.probes[min(number, len(self._pauses.probes) - 1)])
             if await self._answers():
                 break
             number += 1
@@ -225,7 +242,7 @@ class Server:
         self._unanswered = 0
         metrics = read_metrics(text.decode(errors="replace"))
         if metrics is None:
-            logger.debug("%s says nothing of a KV cache at /metrics", self.base_url)
+            logger.debug("%s reports no KV cache at /metrics", self.base_url)
             return False
         self.room.update(metrics, asyncio.get_running_loop().time())
         self._changed(self)
@@ -233,7 +250,7 @@ class Server:
 
     async def _keep_polling(self) -> None:
         while True:
-            await asyncio.sleep(POLL_PAUSE)
+            await asyncio.sleep(self._pauses.poll)
             if self.leases and self.up and not await self._poll():
                 return
 

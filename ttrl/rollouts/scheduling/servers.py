@@ -28,7 +28,7 @@ from ttrl.rollouts.scheduling.capacity import Load
 from ttrl.rollouts.scheduling.emptiest import Emptiest
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.open_files import OpenFiles
-from ttrl.rollouts.scheduling.server_state import LONGEST_RETRY_AFTER, Lease, Server
+from ttrl.rollouts.scheduling.server_state import LONGEST_RETRY_AFTER, Lease, Pauses, Server
 from ttrl.text import is_number, present
 
 if TYPE_CHECKING:
@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY = 0.5
-"""Seconds before the first retry; doubled each time, with up to a quarter taken off at random."""
-LONGEST_DELAY = 8.0
-FIRST_PATIENCE = 10.0
-"""Seconds to wait if no server has ever answered: the address is probably wrong."""
+PAUSES = Pauses()
 _MOST_MOVES = 8
 """Moves from failed servers before they count as retries: a request killing its servers must not be
 sent forever.
@@ -94,6 +90,8 @@ class Servers:
         concurrency: int | asyncio.Semaphore | None,
         max_downtime: float = 60.0,
         lengths: Lengths | None = None,
+        pauses: Pauses | None = None,
+        files: OpenFiles | None = None,
     ) -> None:
         """transports: one per server; they are not closed here.
 
@@ -101,6 +99,7 @@ class Servers:
             None uses the servers' capacity.
         max_downtime: seconds to wait while no server answers.
         lengths: known lengths of prompts and completions from an earlier call with the same model.
+        pauses: PAUSES by default. files: this process's limit on open connections.
 
         Raises UserError for invalid values.
         """
@@ -119,7 +118,10 @@ class Servers:
             self._most = concurrency
         self.lengths = lengths or Lengths()
         self.max_downtime = float(max_downtime)
-        self.servers = [Server(transport, self.lengths, self._changed) for transport in transports]
+        self._pauses = pauses or PAUSES
+        self.servers = [
+            Server(transport, self.lengths, self._changed, self._pauses) for transport in transports
+        ]
         # Respect a given number: servers without a known capacity begin with it.
         if self._most is not None:
             for server in self.servers:
@@ -129,7 +131,7 @@ class Servers:
         self._queue: list[tuple[tuple[int, int], _Waiter]] = []
         self._tickets, self._arrivals = itertools.count(), itertools.count()
         self._in_flight = self._samples = 0
-        self._files = OpenFiles()
+        self._files = files or OpenFiles()
         self._last_served: dict[Hashable, Server] = {}
         self._nobody_since: float | None = None
         self._give_up: asyncio.TimerHandle | None = None
@@ -231,7 +233,7 @@ class Servers:
                     if not lease.scope.expired():
                         raise
                     error = RequestError(
-                        f"{lease.server.base_url}: the server was gone while it had this request",
+                        f"{lease.server.base_url}: the server died during this request",
                         "connection",
                     )
                 finally:
@@ -250,9 +252,18 @@ class Servers:
             attempts += 1
             if attempts > max_retries:
                 raise _with_attempts(error, attempts) from error
-            delay = _delay(error, attempts, elsewhere=others)
+            delay = self._delay(error, attempts, elsewhere=others)
             logger.debug("%s; trying again in %.1f s", error, delay)
             await asyncio.sleep(delay)
+
+    def _delay(self, error: RequestError, attempts: int, *, elsewhere: bool) -> float:
+        """Return the seconds to wait. elsewhere: another server may take it, so ignore this one's
+        Retry-After.
+        """
+        if error.retry_after is not None and not elsewhere:
+            return min(error.retry_after, LONGEST_RETRY_AFTER)
+        doubled = self._pauses.first_retry * 2.0 ** min(attempts - 1, 16)
+        return min(doubled, self._pauses.longest_retry) * (1.0 - 0.25 * random.random())
 
     def _learn(self, lease: Lease, size: Size, answers: Sequence[Answer | None]) -> None:
         lease.server.succeeded()
@@ -368,7 +379,7 @@ class Servers:
     def _patience(self) -> float:
         if any(server.was_heard for server in self.servers):
             return self.max_downtime
-        return min(FIRST_PATIENCE, self.max_downtime)
+        return min(self._pauses.patience, self.max_downtime)
 
     def _fail_all(self) -> None:
         self._give_up = None
@@ -387,7 +398,8 @@ class Servers:
         else:
             who = f"none of the {len(self.servers)} servers has"
         return RequestError(
-            f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}",
+            f"{who} not answered for {seconds:.0f} s; check that it is running. The last error: "
+            f"{said}",
             "connection",
         )
 
@@ -407,12 +419,9 @@ def _without_broken_off(answers: list[Answer | None], base_url: str) -> list[Ans
     if not reasons or any(kept):
         return kept
     if "abort" in reasons:
-        why = (
-            "the server ended the completion with finish_reason 'abort', as it does when it is "
-            "ended or paused"
-        )
+        why = "the server ended the completion with finish_reason 'abort', as on its end or pause"
         raise RequestError(f"{base_url}: {why}", "connection")
-    why = "the server gave up on the completion with finish_reason 'error'; its log says why"
+    why = "the server failed the completion with finish_reason 'error'; its log has the reason"
     raise RequestError(f"{base_url}: {why}", "malformed")
 
 
@@ -427,14 +436,3 @@ def _with_attempts(error: RequestError, attempts: int) -> RequestError:
     if attempts == 1:
         return error
     return _copied(error, f"{error} ({attempts} attempts)")
-
-
-def _delay(error: RequestError, attempts: int, *, elsewhere: bool) -> float:
-    """Return the seconds to wait. elsewhere: another server may take it, so ignore this one's
-    Retry-After.
-    """
-    if error.retry_after is not None and not elsewhere:
-        return min(error.retry_after, LONGEST_RETRY_AFTER)
-    return min(FIRST_DELAY * 2.0 ** min(attempts - 1, 16), LONGEST_DELAY) * (
-        1.0 - 0.25 * random.random()
-    )

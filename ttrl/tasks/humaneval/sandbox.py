@@ -32,7 +32,7 @@ from pathlib import Path
 from ttrl.errors import GraderError, TaskError
 from ttrl.system.memory_limit import memory_bytes
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
+CHILD = Path(__file__).with_name("sandbox_child.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _LONGEST_ANSWER = 64 * 2**10
 """Limit on the bytes read from inside. An answer has 2 kB; a program could find the pipe and write
@@ -85,19 +85,21 @@ class SandboxOutcome:
     reason: str = ""
 
 
-def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOutcome:
+def run_sandboxed(
+    source: str, limits: SandboxLimits | None = None, *, child: Path = CHILD
+) -> SandboxOutcome:
     """Run a Python program; return whether it ran to its end (`sys.exit(0)` does not count). Takes
-    0.1 s and the program's time.
+    0.1 s and the program's time. child: the script that shuts itself in and runs the program.
 
     Raises GraderError if this machine cannot enforce all the limits; nothing was run then.
     """
     limits = limits or SandboxLimits()
     if not sys.platform.startswith("linux"):
         raise GraderError(
-            f"sandbox: {sys.platform} has no namespaces; programs of a model are run on Linux only"
+            f"sandbox: {sys.platform} has no namespaces; run models' programs on Linux"
         )
     with _share_of_memory(limits.memory):
-        return _run(source, limits)
+        return _run(source, limits, child)
 
 
 @contextlib.contextmanager
@@ -117,7 +119,7 @@ def _share_of_memory(size: int) -> Iterator[None]:
             _memory.notify_all()
 
 
-def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
+def _run(source: str, limits: SandboxLimits, child: Path) -> SandboxOutcome:
     passed = secrets.token_hex(16)
     order = {
         "source": source,
@@ -126,7 +128,7 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
         **dataclasses.asdict(limits),
     }
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-B", str(_CHILD)],
+        [sys.executable, "-I", "-S", "-B", str(child)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -139,7 +141,7 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
         finally:
             done.kill()  # if it still runs, and with it the kernel all the others
     if len(written) > _LONGEST_ANSWER:
-        return SandboxOutcome(False, "ended: it wrote where only its judge may write")
+        return SandboxOutcome(False, "ended: it wrote to the judge's own channel")
     try:
         answer = json.loads(written)
     except ValueError:
@@ -147,15 +149,14 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
     answer = answer if isinstance(answer, dict) else {}
     if done.returncode == 1 and "refused" in answer:
         raise GraderError(
-            f"sandbox: this machine does not allow it: {answer['refused']}. Programs of a model "
-            "are not run without it. Run "
-            "this where processes may make user namespaces; containers and some distributions "
-            "forbid it by default"
+            f"sandbox: this machine does not allow it: {answer['refused']}. ttrl runs models' "
+            "programs only in a sandbox: allow user namespaces for processes (containers and some "
+            "distributions forbid them by default), or use another machine"
         )
     if done.returncode != 0 and done.returncode not in _ENDS:
         raise GraderError(
-            f"sandbox: it ended with exit code {done.returncode} before or beside the program; "
-            "the machine may be out of memory"
+            f"sandbox: it ended with exit code {done.returncode} before or during the program; "
+            "check this machine's free memory"
         )
     if done.returncode == 0 and answer.get("passed") == passed:
         return SandboxOutcome(True)
@@ -177,15 +178,17 @@ def _exchange(process: "subprocess.Popen[bytes]", order: bytes) -> bytes:
     return answer
 
 
-def why_not() -> str | None:
-    """Try to run a program; return the reason if it is not possible here, or None."""
+def why_not(child: Path = CHILD) -> str | None:
+    """Try to run a program; return the reason if it is not possible here, or None. child: see
+    `run_sandboxed`.
+    """
     try:
-        outcome = run_sandboxed("pass")
+        outcome = run_sandboxed("pass", child=child)
     except GraderError as error:
         return str(error)
     if outcome.passed:
         return None
-    return f"sandbox: a program that does nothing failed here: {outcome.reason}"
+    return f"sandbox: an empty program failed here: {outcome.reason}"
 
 
 def _folders() -> list[str]:

@@ -56,8 +56,8 @@ class HumanEvalGrader:
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     run: Callable[[str, SandboxLimits], SandboxOutcome] = field(default=run_sandboxed, repr=False)
     only_evaluates: ClassVar[str] = (
-        "its programs can read what their tests expect, so a model that is trained on this score "
-        "learns that instead"
+        "programs can read their tests' expected results, so a model trained on this score would "
+        "learn to do that"
     )
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:

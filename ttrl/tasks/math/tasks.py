@@ -81,7 +81,7 @@ def get_math_tasks(
         problems = [problem for problem in problems if problem.subject in subjects]
     if not problems:
         wanted = f"levels {list(levels)} and subjects {list(subjects)}"
-        raise TaskError(f"{path}: there are no problems of {wanted}")
+        raise TaskError(f"{path} has no problems of {wanted}")
     return _tasks("math", problems, split, n, seed, path, style, format_reward, flexible)
 
 
@@ -186,7 +186,7 @@ def parse_row(row: Row) -> MathProblem:
         asked = messages[-1][1]
     if not isinstance(asked, str) or not asked.strip():
         problem = f"the problem is {asked!r:.120}"
-        raise RowError(f"{problem}; it must be a chat, or a text that is not empty")
+        raise RowError(f"{problem}; it must be a chat, or a non-empty text")
     answer = _answer(row)
     if not answer or len(answer) > LONGEST:
         problem = f"the answer is {answer!r:.120}"

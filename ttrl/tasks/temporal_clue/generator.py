@@ -89,7 +89,7 @@ def make_puzzle(
                 "num_clues": len(draft.clues),
             }
     raise TaskError(
-        f"temporal-clue: 50 puzzles of {size} could not be settled by {_MOST_CLUES} clues; give "
+        f"temporal-clue: {_MOST_CLUES} clues were not enough for 50 puzzles of {size}; choose "
         "another size"
     )
 

@@ -80,7 +80,7 @@ class PuzzleSize:
             )
         if self.rooms * 3 < self.suspects:
             raise TaskError(
-                f"temporal-clue: {self.suspects} suspects in {self.rooms} rooms are never alone; "
+                f"temporal-clue: {self.suspects} suspects are too many for {self.rooms} rooms; "
                 "give more rooms"
             )
 

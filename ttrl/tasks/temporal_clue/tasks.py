@@ -71,8 +71,8 @@ def get_temporal_clue_tasks(
     if path is not None:
         if size is not None or scope != "answers":
             raise TaskError(
-                "size and scope are of puzzles that are made here; a file of puzzles (path) has "
-                "its own"
+                "size and scope apply to puzzles generated here; a file of puzzles (path) has its "
+                "own"
             )
         names = ("train",) if split == "train" else ("validation", "val")
         puzzles = select(

@@ -68,8 +68,8 @@ def get_zebra_grid_tasks(
     if path is not None:
         if houses is not None or attributes is not None:
             raise TaskError(
-                "houses and attributes are of puzzles that are made here; a file of puzzles "
-                "(path) has its own"
+                "houses and attributes apply to puzzles generated here; a file of puzzles (path) "
+                "has its own"
             )
         in_folder = os.path.isdir(os.path.expanduser(path))
         # The published set has one split, named test.
@@ -127,8 +127,8 @@ def _parse(row: Row) -> ZebraPuzzle:
         raise RowError("solution: header and rows must be lists of texts")
     if any(cell.strip("_ ") == "" for line in solution["rows"] for cell in line):
         raise RowError(
-            "its solution is hidden or has empty cells; the public copy of the set has none, the "
-            "private one does"
+            "its solution is hidden or has empty cells; use the private copy of the set, not the "
+            "public one"
         )
     try:
         ZebraGridGrader(solution["header"], solution["rows"])

@@ -395,9 +395,9 @@ def flex_attend(
         out = kernel(joined(q_BHTE), joined(k_BKTE), joined(v_BKTE), mask, scale, soft_cap, options)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise UserError(
-            f"attention was compiled {_GRAPHS} times in this process, which is the limit, and is "
-            f"computed in no other way ({S} "
-            f"tokens would have {S}×{S} scores); TORCH_LOGS=recompiles in the environment says why"
+            f"attention was compiled {_GRAPHS} times in this process, the limit; without "
+            f"compiling, {S} tokens would need {S}×{S} scores. Set TORCH_LOGS=recompiles in the "
+            "environment to see the reasons"
         ) from error
     out_BTHE: Tensor = out[0].transpose(0, 1)[: B * T, :, :E].unflatten(0, (B, T))
     return out_BTHE.transpose(1, 2)
@@ -407,11 +407,10 @@ def _attend_compiled(q_1HSE: Tensor, *arguments: Any) -> Tensor:
     if not torch.compiler.is_dynamo_compiling():  # compiled code does not come here
         S = q_1HSE.shape[2]
         raise UserError(
-            f"torch.compile is switched off, and without it attention over {S} tokens would hold "
-            f"{S}×{S} scores; remove "
-            "TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE from the environment, and "
-            "torch._dynamo's disable and suppress_errors "
-            "from the code, or train on CPUs (device: cpu)"
+            f"torch.compile is switched off, and without it, attention over {S} tokens would need "
+            f"{S}×{S} scores; remove TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE from the "
+            "environment, and torch._dynamo's disable and suppress_errors from the code, or train "
+            "on CPUs (device: cpu)"
         )
     return attend_trees(q_1HSE, *arguments)
 

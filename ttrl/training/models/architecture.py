@@ -43,7 +43,7 @@ _PLUGGED_IN = frozenset(
 )
 _SINGLE_TOKENS = frozenset({"mlp", "moe"})
 _NOT_PACKED = {
-    "def mamba_selective_scan": "Mamba 1, whose scan begins with no state of its own",
+    "def mamba_selective_scan": "Mamba 1, because its scan has no initial state",
     "create_chunked_causal_mask(": "attention within chunks",
 }
 """Source text of a class, and the unsupported computation it reveals for packed rows."""
@@ -178,7 +178,7 @@ def _problems(config: PretrainedConfig) -> list[str]:
     known = config.model_type in OWN_DECODERS
     if not known:
         problems.append(
-            f"the model type {config.model_type!r} (there are "
+            f"the model type {config.model_type!r} (supported: "
             f"{', '.join([*OWN_DECODERS, *COMPOSITES])})"
         )
     problems += _problems_of_any(config)
@@ -194,16 +194,16 @@ def _problems(config: PretrainedConfig) -> list[str]:
     ):
         problems.append("layers without RoPE")
     for kind in sorted({str(one.get("rope_type", "default")) for one in ropes} - set(ROPE_TYPES)):
-        problems.append(f"the RoPE type {kind!r} (there are {', '.join(ROPE_TYPES)})")
+        problems.append(f"the RoPE type {kind!r} (supported: {', '.join(ROPE_TYPES)})")
     if any(one.get("rope_type") == "default" != one.get("type", "default") for one in ropes):
         # transformers 5 does so with Gemma 3's rope_scaling, and says nothing.
         problems.append(
-            'a RoPE whose "type" is lost to the rope_type "default" (write rope_type in '
+            'a RoPE with a "type" overridden by the rope_type "default" (write rope_type in '
             "config.json)"
         )
     name = _values(config).activation
     if name not in ACTIVATIONS:
-        problems.append(f"the activation {name!r} (there are {', '.join(ACTIVATIONS)})")
+        problems.append(f"the activation {name!r} (supported: {', '.join(ACTIVATIONS)})")
     types = getattr(config, "layer_types", None) or []
     for kind in sorted(set(types) - {"full_attention", "sliding_attention"}):
         problems.append(f"layers of the type {kind!r}")
@@ -218,10 +218,7 @@ def _problems_of_any(config: PretrainedConfig) -> list[str]:
     if getattr(config, "is_encoder_decoder", False):
         problems.append("an encoder in addition to the decoder")
     if getattr(config, "quantization_config", None):
-        problems.append(
-            "quantised weights (train the unquantised model; adapters over quantised weights are "
-            "another setting)"
-        )
+        problems.append("quantised weights (train the unquantised model)")
     if getattr(config, "use_bidirectional_attention", False):
         problems.append("attention to later tokens (use_bidirectional_attention)")
     return problems
@@ -238,15 +235,14 @@ def _problems_with_transformers(config: PretrainedConfig) -> list[str]:
     kind = config.model_type
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in OWN_MODEL_TYPES:
         return [
-            f"the model type {kind!r}, for which neither ttrl nor transformers has a decoder of "
-            "text"
+            f"the model type {kind!r} (neither ttrl nor transformers has a text decoder for it)"
         ]
     problems = _problems_of_any(config)
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [r for r in rope.values() if isinstance(r, dict)] or [rope]
     for one in sorted({str(one.get("rope_type")) for one in ropes} & {"dynamic", "longrope"}):
         problems.append(
-            f"the RoPE type {one!r}, which transformers computes from the longest row of a batch"
+            f"the RoPE type {one!r} (transformers computes it from the longest row of a batch)"
         )
     for name in sorted(
         set(getattr(config, "layer_types", None) or []) - _PLUGGED_IN - _SINGLE_TOKENS
@@ -271,13 +267,13 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
     heads = _values(config).key_value_heads
     window = getattr(config, "sliding_window", None)
     if types and family.windows != "by_layer_types" and "sliding_attention" in types:
-        problems.append(f"layer_types, which {config.model_type} models do not have")
+        problems.append(f"layer_types (not for {config.model_type} models)")
     if family.windows == "by_layer_types" and len(types) != config.num_hidden_layers:
         problems.append(f"{len(types)} layer_types for {config.num_hidden_layers} layers")
     for name in SOFT_CAPS:
         if getattr(config, name, None) and name not in family.soft_caps:
             problems.append(
-                f"{name}, which neither transformers nor vLLM applies to {config.model_type} models"
+                f"{name} (neither transformers nor vLLM applies it to {config.model_type} models)"
             )
     if window is not None and window < 1:
         problems.append(f"a sliding window of {window} positions")
@@ -296,7 +292,7 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
         for rope in _ropes(config).values()
     )
     if family.turns_backwards and not plain:
-        problems.append(f"a scaled or partial RoPE, which {config.model_type} models do not have")
+        problems.append(f"a scaled or partial RoPE (not for {config.model_type} models)")
     return problems
 
 
@@ -314,7 +310,7 @@ def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfi
         file = folder
     if not file.is_file():
         raise ModelFolderError(
-            f"{folder}: no config.json there; give a model folder in Hugging Face layout"
+            f"{folder} has no config.json; give a model folder in Hugging Face layout"
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -345,9 +341,7 @@ def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfi
         if uses_transformers(config)
         else _problems(config)
     ):
-        raise ModelFolderError(
-            f"{folder}: its config asks for what ttrl does not compute: {'; '.join(problems)}"
-        )
+        raise ModelFolderError(f"{folder}: ttrl does not support this model: {'; '.join(problems)}")
     return config
 
 
@@ -367,7 +361,7 @@ def check_same_architecture(config: PretrainedConfig, own: PretrainedConfig, fol
         different = _different_architecture(config, own)
     if different:
         raise ModelFolderError(
-            f"{folder}: not the architecture of the policy: {'; '.join(different)}"
+            f"{folder} has another architecture than the policy: {'; '.join(different)}"
         )
 
 

@@ -192,11 +192,11 @@ class _Choice(TorchFunctionMode):
             told_BTK = self.rows.experts[:, :, self.layer]
             if told_BTK.shape[-1] != own_NK.shape[-1]:
                 counts = (
-                    f"{told_BTK.shape[-1]} experts of each token, and layer {self.layer} chooses "
+                    f"{told_BTK.shape[-1]} experts of each token, but layer {self.layer} chooses "
                     f"{own_NK.shape[-1]}"
                 )
                 raise UserError(
-                    f"router_replay: the pack holds {counts}; was it sampled from another model?"
+                    f"router_replay: the pack holds {counts}; use the model of the pack"
                 )
             told_NK = told_BTK.reshape(own_NK.shape).long()
             known_N = (told_NK >= 0).all(-1)

@@ -95,7 +95,7 @@ def _as_view(operation: Any, model_type: str) -> Any:
         return _TransposeView(operation.dim0, operation.dim1, operation.check_dims)
     kind = type(operation).__name__
     raise ModelFolderError(
-        f"{model_type} models store matrices rearranged ({kind}), which ttrl does not write yet"
+        f"{model_type} models store matrices rearranged ({kind}); ttrl cannot write that yet"
     )
 
 

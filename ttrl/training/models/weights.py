@@ -159,8 +159,8 @@ def files_of(folder: Path) -> list[str]:
     for file in files:
         if not (folder / file).is_file():
             raise ModelFolderError(
-                f"{folder}: {file} is not there; save the model with save_pretrained "
-                "(safetensors, not pickles)"
+                f"{folder} has no {file}; save the model with save_pretrained (safetensors, not "
+                "pickles)"
             )
     return files
 
@@ -231,9 +231,7 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
         if template not in family.names:
             template = family.prefix + template
         if template not in family.names:
-            raise ModelFolderError(
-                f"{folder}/{file}: the parameter {stored!r} has no place in our decoder"
-            )
+            raise ModelFolderError(f"{folder}/{file}: ttrl's decoder has no parameter {stored!r}")
         if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ModelFolderError(
                 f"{folder}/{file}: {stored} is {tensor.dtype}; ttrl trains from float weights of "
@@ -249,7 +247,7 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
         rows = [_rows(part, shape) for part in parts]
         if tensor.shape[0] != sum(rows):
             raise ModelFolderError(
-                f"{folder}/{file}: {stored} has {tensor.shape[0]} rows; its config.json asks for "
+                f"{folder}/{file}: {stored} has {tensor.shape[0]} rows, but config.json says "
                 f"{sum(rows)}"
             )
         yield from zip(parts, tensor.split(rows), strict=True)
@@ -289,7 +287,7 @@ def _check_part(tensor: Tensor, wanted: Tensor, what: str) -> None:
         )
     if tensor.shape != wanted.shape:
         raise ModelFolderError(
-            f"{what} is {tuple(tensor.shape)}; its config.json asks for {tuple(wanted.shape)}"
+            f"{what} is {tuple(tensor.shape)}, but config.json says {tuple(wanted.shape)}"
         )
 
 
@@ -319,9 +317,7 @@ def names_in(folder: Path, config: PretrainedConfig) -> dict[str, tuple[Path, st
     if text_only(folder):
         strange = sorted(name for name in others if not _may_be_beside(name, layout, config))
         if strange:
-            raise ModelFolderError(
-                f"{folder}: the parameter {strange[0]!r} has no place in its model class"
-            )
+            raise ModelFolderError(f"{folder}: its model class has no parameter {strange[0]!r}")
     return places
 
 
@@ -363,9 +359,8 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], fold
     ]
     if missing or surplus or shapes:
         raise ModelFolderError(
-            f"{folder}: the weights do not fit its config.json: "
-            f"missing {missing[:3] or 'none'}, not expected {surplus[:3] or 'none'}, other "
-            f"shapes {sorted(shapes)[:3] or 'none'}"
+            f"{folder}: the weights do not match its config.json: missing {missing[:3] or 'none'}, "
+            f"unexpected {surplus[:3] or 'none'}, other shapes {sorted(shapes)[:3] or 'none'}"
         )
 
 

@@ -73,8 +73,8 @@ class EntryFunction:
         ]
         if unknown:
             raise UserError(
-                f"{target} takes {', '.join(unknown)}; it may take {', '.join(inputs)}, and the "
-                f"settings that its entry names: {', '.join(settings) or 'none'}"
+                f"{target} takes {', '.join(unknown)}; it may take only {', '.join(inputs)}, and "
+                f"the settings of its entry: {', '.join(settings) or 'none'}"
             )
         bound = {name: value for name, value in settings.items() if name in parameters}
         names = frozenset(inputs).intersection(parameters)
@@ -295,14 +295,17 @@ def objective_from(config: ObjectiveConfig) -> StepObjective:
     policy_loss = EntryFunction.load(entry.loss, inputs, settings)
     taken.update(policy_loss.function.keywords)
     if ignored := sorted(settings.keys() - taken):
-        raise UserError(f"{entry.loss} does not take {', '.join(ignored)}, which its entry names")
+        raise UserError(
+            f"{entry.loss} does not take {', '.join(ignored)}; remove them from its entry, or add "
+            "the arguments"
+        )
     _check_result(entry.loss, policy_loss)
     # Refused if certain.
     if entry.from_second_update and getattr(config, "updates_per_iteration", 2) == 1:
         logger.warning(
             "objective %r with updates_per_iteration 1: unless the sampler's weights are older "
-            "than the trainer's, what it adds sees nothing but the rounding between the two; take "
-            "2 or more updates, or another objective",
+            "than the trainer's, it sees only the rounding between the two; use 2 or more "
+            "updates, or another objective",
             config.objective,
         )
     return StepObjective(config, policy_loss, choice)

@@ -202,9 +202,8 @@ def _numbers(what: str, tensor_RT: Tensor, rows: PackedTensors) -> Tensor:
     if wrong.any():
         row, position = divmod(int(wrong.nonzero()[0]), rows.seq_len)
         raise PackError(
-            f"{what}: {int(wrong.sum())} of {rows.num_trained} labels have none that is finite, "
-            f"the first at row {row}, position "
-            f"{position}; advantages of single tokens need them all"
+            f"{what}: {int(wrong.sum())} of {rows.num_trained} labels have no finite one, the "
+            f"first at row {row}, position {position}; advantages of single tokens need all of them"
         )
     return flat
 

@@ -253,7 +253,7 @@ def _save_sharded(
         found = [one for one in ranks.texts_of_each(problem) if one]
         if found:
             raise StorageError(
-                0, f"could not write {folder}: {found[0]}; make room, or look at the permissions"
+                0, f"could not write {folder}: {found[0]}; make room, or check the permissions"
             )
         if own is not None:
             beside(own)
@@ -309,11 +309,9 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
         if header.get("format") == "sharded":
             if "ranks" not in header:
                 raise RunFolderError(
-                    f"{folder}: an earlier ttrl wrote this state in a form that can run code "
-                    "when it is read (a pickle), so it "
-                    "is not read; leave state out to start the optimizer afresh, or have that "
-                    "ttrl train one more iteration with "
-                    "state_format 'whole'"
+                    f"{folder}: an earlier ttrl wrote this state as a pickle, and reading pickles "
+                    "can run code; leave state out to start the optimizer from zero, or train one "
+                    "more iteration with that ttrl and state_format 'whole'"
                 )
             _load_sharded(folder, int(header["ranks"]), policy, optimizer)
         else:
@@ -336,8 +334,8 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
         raise
     except _DAMAGE as error:
         raise RunFolderError(
-            f"{folder}: the optimizer state cannot be read: {error}; copy it again, or leave "
-            "state out to start afresh"
+            f"{folder}: the optimizer state cannot be read: {error}; copy it again, or leave state "
+            "out to start from zero"
         ) from error
     return global_step
 
@@ -400,7 +398,7 @@ def _read(
             own[here].copy_(part[there])
             left -= own[here].numel()
     if left:
-        raise ValueError(f"{name}: {left} of its numbers are in no file")
+        raise ValueError(f"{name}: no file has {left} of its numbers")
     return room
 
 
@@ -419,7 +417,7 @@ def _room_for(
     )
     if entry.shape.numel() > max(1, parameter.numel()):
         raise ValueError(
-            f"{name} has {entry.shape.numel()} numbers, and its parameter {parameter.numel()}"
+            f"{name} has {entry.shape.numel()} numbers, but its parameter {parameter.numel()}"
         )
     if part == _STEP or not isinstance(parameter, DTensor) or not parts_fit:
         return torch.zeros(entry.shape, dtype=entry.dtype)
@@ -446,15 +444,14 @@ def _check(
     if wanted.keys() != shapes.keys():
         odd = sorted(wanted.keys() ^ shapes.keys())
         raise RunFolderError(
-            f"{folder}: the optimizer state is of another model or optimizer: {len(odd)} names "
-            f"differ, the first is {odd[0]!r}"
+            f"{folder}: the optimizer state belongs to another model or optimizer: {len(odd)} "
+            f"names differ, the first is {odd[0]!r}"
         )
     for name, shape in wanted.items():
         if shapes[name] != shape:
             raise RunFolderError(
-                f"{folder}: the optimizer state is of another model: {name.rpartition('.')[0]} "
-                f"is {shapes[name]} there "
-                f"and {shape} in the model"
+                f"{folder}: the optimizer state belongs to another model: "
+                f"{name.rpartition('.')[0]} is {shapes[name]} there and {shape} in the model"
             )
 
 

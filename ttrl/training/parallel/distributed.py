@@ -204,16 +204,19 @@ def check_here(config: TrainingConfig, here: Ranks) -> None:
     if wanted == here.device.type:
         found = []
     else:
-        found = [f"device is {wanted!r}, and this trainer was started on {here.device.type!r}"]
+        found = [
+            f"device is {wanted!r}, but this trainer was started on {here.device.type!r}; start it "
+            "again"
+        ]
     if config.tensor_parallel != here.tensor_ranks:
         found.append(
-            f"tensor_parallel is {config.tensor_parallel}, and this trainer was started with "
-            f"{here.tensor_ranks}"
+            f"tensor_parallel is {config.tensor_parallel}, but this trainer was started with "
+            f"{here.tensor_ranks}; start it again"
         )
     if config.num_threads not in (None, torch.get_num_threads()):
         found.append(
-            f"num_threads is {config.num_threads}, and this trainer was started with "
-            f"{torch.get_num_threads()}"
+            f"num_threads is {config.num_threads}, but this trainer was started with "
+            f"{torch.get_num_threads()}; start it again"
         )
     if found:
         raise ConfigError("config", [f"{problem}; restart it" for problem in found])

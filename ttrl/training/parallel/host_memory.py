@@ -74,8 +74,8 @@ class HostMemory:
                 f"{processes} "
             )
             problem += (
-                f"process{'es' * (processes != 1)} on this machine, and {missing / 2**30:.1f} "
-                "GiB of them are not free"
+                f"process{'es' * (processes != 1)} on this machine, but {missing / 2**30:.1f} GiB "
+                "of them are not free"
             )
         found = [one for one in self._here.texts_of_each(problem) if one]
         if found:

@@ -70,8 +70,8 @@ class Meeting(StaticTCPRendezvous):
             ) from error
         if self.rank >= self.world_size:
             raise RendezvousTimeoutError(
-                f"{self.master_addr}:{self.master_port}: all {self.world_size} machines are "
-                "there already"
+                f"{self.master_addr}:{self.master_port}: all {self.world_size} machines have "
+                "joined already"
             )
         return RendezvousInfo(
             store,
@@ -99,7 +99,7 @@ class Meeting(StaticTCPRendezvous):
         while machines() < self.world_size:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
-                    f"{machines()} of {self.world_size} machines were there in time"
+                    f"only {machines()} of {self.world_size} machines joined in time"
                 )
             time.sleep(_LOOK_SECONDS)
 

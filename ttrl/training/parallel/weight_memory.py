@@ -160,7 +160,7 @@ class WeightMemory:
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
             try:
                 if size > memory_bytes()[1]:  # the kernel would end some process for it
-                    raise OSError(0, "so much is not free")
+                    raise OSError(0, "not enough memory is free")
                 os.posix_fallocate(self._descriptor, 0, size)
             except OSError as error:
                 problem = f"no {size / 2**30:.1f} GiB of memory for them: {error.strerror}"
@@ -169,11 +169,11 @@ class WeightMemory:
             try:
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
-                problem = f"the first rank's memory cannot be opened by another: {error}"
+                problem = f"another process cannot open the first rank's memory: {error}"
         problems = [one for one in self.here.texts_of_each(problem) if one]
         if problems:
             self.close()
-            raise StorageError(f"weights cannot be held out in memory: {problems[0]}")
+            raise StorageError(f"weights cannot be shared in memory: {problems[0]}")
         assert self._descriptor is not None  # else there was a problem
         memory = mmap.mmap(self._descriptor, size)
         if self.here.is_first:

@@ -120,7 +120,7 @@ def base_folder(config: TrainingConfig) -> str:
         base = config.lora_base or stored.lora_base
         wanted = AdapterSettings.of(config, base)
         different = [
-            f"{name} is {getattr(wanted, name)!r} and there {getattr(stored, name)!r}"
+            f"{name} is {getattr(wanted, name)!r}, but {getattr(stored, name)!r} there"
             for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_kind")
             if getattr(wanted, name) != getattr(stored, name)
         ]
@@ -131,25 +131,22 @@ def base_folder(config: TrainingConfig) -> str:
             )
         if not Path(base, "config.json").is_file():
             raise ModelFolderError(
-                f"{folder} is an adapter to {base}, which is not there; say where it is now with "
-                "lora_base"
+                f"{folder} is an adapter to {base}, but that does not exist; give its new place "
+                "with lora_base"
             )
     elif not _same_weights(config.model, base):
         raise ModelFolderError(
-            f"{config.model} has no {ADAPTER_FOLDER}/, and its weights are not those of "
-            f"lora_base, {base}; leave lora_base "
-            "out to begin an adapter to this model"
+            f"{config.model} has no {ADAPTER_FOLDER}/, and its weights differ from lora_base, "
+            f"{base}; leave lora_base out to begin an adapter to this model"
         )
     reference = getattr(config, "reference_model", None)
     if reference is not None and not _same_weights(reference, base):
         raise ConfigError(
             "config",
             [
-                f"reference_model is {reference}, and the adapters' base is {base}; with "
-                "adapters the base itself is "
-                "the reference: leave reference_model out, or store the other model's "
-                "log-probabilities with the pack "
-                "(python -m ttrl.training.prepass)"
+                f"reference_model is {reference}, but the adapters' base is {base}, and with "
+                "adapters the base is the reference: leave reference_model out, or store the "
+                "other model's log-probabilities with the pack (python -m ttrl.training.prepass)"
             ],
         )
     return base
@@ -161,13 +158,13 @@ def _other_numbers(wanted: str, stored: str, base: str) -> list[str]:
     exact = ("auto", "fp32")
     if wanted == stored or (wanted in exact and stored in exact):
         return []
-    problem = f"lora_base_dtype is {wanted!r} and there {stored!r}"
+    problem = f"lora_base_dtype is {wanted!r}, but {stored!r} there"
     if "nf4" in (wanted, stored):
         return [problem]
     rounded = [name for name, weight in iter_weights(base) if weight.dtype is not torch.bfloat16]
     if not rounded:
         return []
-    return [f"{problem}, which rounds {len(rounded)} tensors of {base}, such as {rounded[0]}"]
+    return [f"{problem}: this would round {len(rounded)} tensors of {base}, such as {rounded[0]}"]
 
 
 def _same_weights(one: str, other: str) -> bool:
@@ -292,7 +289,7 @@ def _load(folder: Path, policy: Policy, base: str) -> None:
                 tensors[name], _together(one, part, _wholes(one, part, full_tensor))
             ):
                 raise ModelFolderError(
-                    f"{folder}: {name} mixes matrices that ttrl has apart; it cannot be continued"
+                    f"{folder}: {name} mixes matrices that ttrl separates; it cannot be continued"
                 )
 
 
@@ -347,9 +344,9 @@ def _fused(policy: Policy, base: str | Path) -> list[_Fused]:
             raise ConfigError(
                 "config",
                 [
-                    f"lora_targets has no {missing}, which the model stores in one matrix with "
-                    "others that are there; with "
-                    f"lora_kind 'dora', which has a length for each row of a matrix, add {missing}"
+                    f"lora_targets has no {missing}, but the model stores it in one matrix with "
+                    "targets of yours; with lora_kind 'dora' (one length for each row of a "
+                    f"matrix), add {missing}"
                 ],
             )
     return found

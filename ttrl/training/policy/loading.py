@@ -81,7 +81,7 @@ def _check_settings(config: TrainingConfig) -> None:
     """Raise ConfigError with the settings not yet supported for transformers' classes."""
     problems = []
     whose = (
-        "which only ttrl's own decoder has; this model is computed by transformers' class (decoder)"
+        "but only ttrl's own decoder supports it, and this model uses transformers' class (decoder)"
     )
     if config.tensor_parallel > 1:
         problems.append(

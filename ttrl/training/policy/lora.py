@@ -171,10 +171,8 @@ def _check_parts(name: str, shape: Sequence[int], processes: int, by_rows: bool)
     if side % (processes * block):
         problem = (
             f"lora_base_dtype is 'nf4', and {processes} processes would share {name} [{height}, "
-            f"{width}] by its "
-            f"{'rows' if by_rows else 'columns'}, whose number must be a multiple of "
-            f"{processes * block}; use fewer processes, "
-            "or another lora_base_dtype"
+            f"{width}] by its {'rows' if by_rows else 'columns'}, but their number is not a "
+            f"multiple of {processes * block}; use fewer processes, or another lora_base_dtype"
         )
         raise ConfigError("config", [problem])
 
@@ -274,13 +272,13 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
             "config",
             [
                 "lora_targets names 'output', but the model's head is its embedding "
-                "(tie_word_embeddings), which stays frozen"
+                "(tie_word_embeddings) and stays frozen; leave 'output' out"
             ],
         )
     if not found:
         raise ConfigError(
             "config",
-            [f"lora_targets is {', '.join(config.lora_targets)}, and the model has none of them"],
+            [f"lora_targets is {', '.join(config.lora_targets)}, but the model has none of them"],
         )
     if config.lora_base_dtype == "nf4":
         odd = [name for name, linear in found.items() if linear.weight.numel() % NF4_BLOCK]
@@ -288,9 +286,8 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
             raise ConfigError(
                 "config",
                 [
-                    f"lora_base_dtype is 'nf4', which holds blocks of {NF4_BLOCK} numbers, but "
-                    f"{odd[0]} has "
-                    f"{found[odd[0]].weight.numel()}; leave lora_base_dtype out"
+                    f"lora_base_dtype is 'nf4', with blocks of {NF4_BLOCK} numbers, but {odd[0]} "
+                    f"has {found[odd[0]].weight.numel()}; leave lora_base_dtype out"
                 ],
             )
     for name, frozen in found.items():

@@ -261,7 +261,9 @@ class Policy(nn.Module):
         except StorageError as error:
             if folder is None:
                 raise
-            logger.info("the policy's own weights will be read again from %s: %s", folder, error)
+            logger.info(
+                "the trainer will read the policy's own weights again from %s: %s", folder, error
+            )
             return functools.partial(self.load_folder, folder)
 
         def put_back() -> None:
