@@ -40,7 +40,7 @@ import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -522,11 +522,11 @@ class _Study:
         return found
 
     @torch.no_grad()
-    def _step(self, vector: Vector) -> dict[str, Any]:
+    def _step(self, vector: Vector) -> Mapping[str, Any]:
         """Compare the vector with the optimizer's own step."""
         with self._stepped():
             true = self._true_step()
-        found: dict[str, Any] = vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
+        found = vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
         if self.config.optimizer == "adamw_8bit":
             gradient = {name: p.grad for name, p in self.names.items() if p.grad is not None}
             found["moment_rounding"] = moment_rounding(
@@ -572,7 +572,7 @@ class _Study:
 
     def _response(
         self, batch: EntropyBatch, update: Update, gradient: Vector, factors: Sequence[float]
-    ) -> dict[str, Any]:
+    ) -> Mapping[str, Any]:
         vector = update.whole()
         eta = self.eta
         slope = inner(vector, gradient)

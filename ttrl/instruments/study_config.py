@@ -9,6 +9,7 @@ may be copied to another place: files inside of it are found there.
 
 import dataclasses
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,21 +60,21 @@ def study_config(
         if place is not None and not Path(place).exists():
             raise RunFolderError(
                 f"{name} of {path} is gone: {place}; a run keeps the states of its last two "
-                "iterations and keep_checkpoints checkpoints. Study one of those, in the run's "
-                "working directory, or in a copy of the whole run folder"
+                "iterations and keep_checkpoints checkpoints. Study one of those, and start in "
+                "the run's working directory, or study a copy of the run's whole folder"
             )
     where = _device(config, device, path)
-    own: dict[str, Any] = {"output_dir": scratch, "device": where, **places, **_OUTSIDE}
+    own: Mapping[str, Any] = {"output_dir": scratch, "device": where, **places, **_OUTSIDE}
     if where != config.device:
-        own["num_threads"] = None
+        own = {**own, "num_threads": None}
     if where == "cpu":
-        own["activation_offloading"] = False
+        own = {**own, "activation_offloading": False}
     if number and config.optimizer == "adamw_8bit" and where == "cpu" and not _has_compiler():
         raise ConfigError(
             str(path),
             [
-                f"update {number + 1} follows steps of 'adamw_8bit', to be taken again, and that "
-                "optimizer needs a C++ compiler on the CPU (g++): install one, or study update 1"
+                f"update {number + 1} follows steps of 'adamw_8bit', to be repeated with a C++ "
+                "compiler on the CPU, and there is none: install g++, or study update 1"
             ],
         )
     return dataclasses.replace(config, **own)
@@ -84,7 +85,7 @@ def _check_start(config: GRPOConfig, path: Path) -> None:
         raise RunFolderError(
             f"{path}: the iteration started from weights in the trainer's memory, those of "
             f"iteration {config.kept}, and no file has them (save_every): study an iteration "
-            "that starts from a written checkpoint, or run with save_every 1"
+            "after a written checkpoint, or run with save_every 1"
         )
 
 

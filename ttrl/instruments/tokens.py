@@ -35,7 +35,7 @@ CONTEXT = 12
 
 def covariance_outliers(
     rows: PackedTensors, logprobs_N: Tensor, decode: Callable[[list[int]], str], count: int = 20
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Return "mean", the covariance of log π and A over the step's tokens; "share", the part of
     Σ|term| in the `count` largest; and "tokens", these with their text, by falling absolute value
     of the term.
