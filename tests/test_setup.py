@@ -17,9 +17,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from support.nvidia_smi import pretend, pretend_failure
+
+from ttrl.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "install.py"
@@ -661,3 +664,19 @@ def test_ci_stops_at_the_first_failure() -> None:
     assert os.access(script, os.X_OK)
     text = script.read_text(encoding="utf-8")
     assert "set -euo pipefail" in text and "make test" in text
+
+
+def test_reports_of_bugs_ask_for_the_output_of_doctor() -> None:
+    """Each form of .github is one that GitHub shows: fields with a known type and a label."""
+    for name in ("bug", "hardware", "idea"):
+        path = ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml"
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert form.keys() == {"name", "description", "labels", "body"}
+        assert {field["type"] for field in form["body"]} <= {"textarea", "checkboxes"}
+        labels = [field["attributes"]["label"] for field in form["body"]]
+        assert ("The output of `ttrl doctor --json`" in labels) == (name != "idea")
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__ and citation["license"] == "MIT"
