@@ -11,7 +11,7 @@ from ttrl.text import harmless
 def add_pack(parser: argparse.ArgumentParser) -> None:
     files = "rollouts.jsonl of a run, or the lines of TaskResults.to_jsonl_lines()"
     parser.add_argument("rollouts", nargs="+", type=Path, metavar="ROLLOUTS.jsonl", help=files)
-    model = "the model that sampled them: a folder, a name of `ttrl models` or on the hub"
+    model = "the sampling model: a folder, a name of `ttrl models` or on the hub"
     parser.add_argument("--model", required=True, metavar="MODEL", help=model)
     parser.add_argument(
         "--out",

@@ -42,13 +42,13 @@ class PackedRollouts:
     samples: int
     """The samples in the rows."""
     saved: int
-    """Prompt tokens that sharing saved."""
+    """Prompt tokens saved by sharing."""
     prompts: PromptCheck
     digest: str | None
     """SHA-256 of the model's tokenizer.json; None without one."""
 
     def lines(self) -> list[str]:
-        """Return what a person wants to know of it."""
+        """Return the facts in words, a line each."""
         facts = self.facts
         tokens = facts.row_tokens or 0
         made = [
@@ -78,7 +78,7 @@ class PackedRollouts:
     def _template(self) -> str:
         prompts = self.prompts
         if not prompts.compared:
-            return "not compared: no prompt has token ids that the model's template could make"
+            return "not compared: no chat template, or no prompts with token ids"
         if not prompts.differing:
             return f"makes the same ids for the prompts of all {prompts.compared:,} compared tasks"
         return (
@@ -118,7 +118,7 @@ def read_rollouts(files: Sequence[Path]) -> list[TaskResult]:
 
 def pack_files(files: Sequence[Path], config: TrainConfig, out: Path) -> PackedRollouts:
     """Pack rollouts for `tune run ttrl/grpo_recipe`, by the settings of a run: advantages, rows,
-    aggregation. `config.model` is the model that sampled them.
+    aggregation. `config.model` is the sampling model.
 
     Raises UserError if the files hold no samples, no group has a signal, or another model sampled
     them.
@@ -185,7 +185,7 @@ def _compare_prompts(groups: Sequence[TaskResult], tokenizer: Any) -> PromptChec
 
 
 def _check_model(facts: PackFacts, prompts: PromptCheck, model: Path) -> None:
-    """Raise UserError if nearly everything says that another tokenizer made the ids."""
+    """Raise UserError if another tokenizer must have made the ids."""
     counts = facts.tokenization or {}
     turns = counts.get("turns", 0)
     mismatches = counts.get("mismatches", 0)
