@@ -283,10 +283,10 @@ def test_help_names_the_commands_that_exist_and_no_other(
         cli.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    named = set(re.findall(r"^    ([a-z]+) ", text, re.MULTILINE))
+    named = set(re.findall(r"^    ([a-z]+)\s", text, re.MULTILINE))
     commands = (
         "train doctor report view plan config replay study eval models chat compare sweep serve "
-        "cache tasks proxy"
+        "cache tasks proxy pack recipes quickstart"
     )
     assert named == set(commands.split())
 

@@ -17,12 +17,10 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from ttrl.cli import (
-    cache,
     config,
     eval_command,
     machine_commands,
     models,
-    pack_command,
     plan_command,
     proxy_command,
     recipe_files,
@@ -51,7 +49,7 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     ),
     "report": (runs.add_report, "write a run's report.html again and print its path"),
     "pack": (
-        pack_command.add_pack,
+        recipe_files.add_pack,
         "pack rollouts for `tune run ttrl/grpo_recipe`, without a run",
     ),
     "view": (runs.add_view, "look at the packed rows of an iteration"),
@@ -82,7 +80,7 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         proxy_command.add_proxy,
         "record agents' requests to a model as rollouts for training",
     ),
-    "cache": (cache.add_cache, "inspect, export or clear a cache of completions"),
+    "cache": (machine_commands.add_cache, "inspect, export or clear a cache of completions"),
     "tasks": (
         tasks_command.add_tasks,
         "generate puzzles, start a task of your own, try it before training",
