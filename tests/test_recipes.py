@@ -471,9 +471,9 @@ def test_overfit_is_a_setting_with_a_shortcut(
     both mean.
     """
     smaller = ["tasks_per_iteration=8", "stop_at=0.9", "validate_every=2"]
-    arguments = ["--run", str(tmp_path / "run")]
-    run("sort_letters", monkeypatch, *arguments, "--overfit", "32")
-    run("sort_letters", monkeypatch, *arguments, "--set", "overfit=32", *smaller)
+    arguments = ["--run", str(tmp_path / "run"), "--model", "tiny"]
+    run("spelling", monkeypatch, *arguments, "--overfit", "32")
+    run("spelling", monkeypatch, *arguments, "--set", "overfit=32", *smaller)
     (one, *_), (other, *_) = trained
     shown = ("tasks_per_iteration", "stop_at", "validate_every", "validation_samples", "overfit")
     assert [getattr(one, name) for name in shown] == [32, None, 1, 1, 32]
@@ -482,9 +482,9 @@ def test_overfit_is_a_setting_with_a_shortcut(
     with pytest.raises(
         ConfigError, match="--overfit is 5, but --set sets overfit=6; leave one out"
     ):
-        run("sort_letters", monkeypatch, *both, "overfit=6", "lrr=1")
+        run("spelling", monkeypatch, *both, "overfit=6", "lrr=1")
     with pytest.raises(ConfigError, match="overfit is 'many'; it must be a whole number"):
-        run("sort_letters", monkeypatch, "--check", *arguments, "--set", "overfit=many")
+        run("spelling", monkeypatch, "--check", *arguments, "--set", "overfit=many")
     assert not (tmp_path / "run").exists()
 
 
