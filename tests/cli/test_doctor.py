@@ -122,7 +122,7 @@ def test_a_driver_that_is_too_old_is_told_what_it_needs() -> None:
     for facts in (CUDA | {"available": False}, CPU):
         finding = doctor.check_torch_and_torchtune(OLD, {}, torch_says(facts))[0]
         assert "the NVIDIA driver 550.54.15 supports CUDA up to 12.4" in finding.advice
-        assert "which needs driver 580 or newer" in finding.advice
+        assert "and that needs driver 580 or newer" in finding.advice
     unseen = doctor.check_torch_and_torchtune(GPUS, {}, torch_says(CUDA | {"available": False}))[0]
     assert "driver 580.65.06 is new enough; check CUDA_VISIBLE_DEVICES" in unseen.advice
     older = CUDA | {"cuda": "12.9", "available": True}
