@@ -34,9 +34,11 @@ _SPLITS: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((_WORDS + r"\p{N}{1,3}" + _OTHERS,), True): "llama-bpe",
     ((_TEKKEN,), True): "tekken",
 }
-"""llama.cpp's names, by the steps of a pre-tokenizer: regular expressions, "digits" (each alone) and
+"""llama.cpp's names, by the steps of a pre-tokenizer: regular expressions, "digits" (each alone),
 "bytes" (GPT-2's own expression); and by `ignore_merges`."""
 _SPACE = "▁"
+_NO_MERGE = "[PAD] [PAD]"
+"""A merge that never applies: llama.cpp refuses files without any, and no merge makes its parts."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Vocabulary:
         if self.scores is not None:
             to.add_token_scores(self.scores)
         if self.merges is not None:
-            to.add_token_merges(self.merges)
+            to.add_token_merges(self.merges or [_NO_MERGE])
         for name, number in self.special.items():
             getattr(to, f"add_{name}_token_id")(number)
         to.add_add_bos_token(self.starts_with_bos)
@@ -87,7 +89,7 @@ def vocabulary(folder: Path, rows: int) -> Vocabulary:
         content = read_object(path)
         fast = Tokenizer.from_file(str(path))
     # The library raises plain exceptions.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         raise ModelFolderError(
             f"{path} cannot be read ({error}); a GGUF file needs a tokenizer.json: save the "
             "tokenizer with transformers' save_pretrained"
@@ -107,7 +109,7 @@ def vocabulary(folder: Path, rows: int) -> Vocabulary:
     known: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     tokens, kinds = _tokens(content, known, rows, by_sentence_pieces)
     plain, whole = (fast.encode("a", add_special_tokens=added) for added in (False, True))
-    stops = _stops(folder, known)
+    stops = [number for number in _stops(folder, known) if number < rows]
     special = {
         name: getattr(known, f"{name}_token_id")
         for name in ("bos", "eos", "unk", "pad")
