@@ -18,9 +18,12 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingTyp
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ttrl.exports.checkpoint import Chosen
 from ttrl.exports.gguf_layout import Layout, layout_of
 from ttrl.exports.gguf_tokenizer import Vocabulary, vocabulary
-from ttrl.system.files import atomic_file
+from ttrl.exports.modelfile import modelfile
+from ttrl.server.model_folder import merge_adapter, stored_dtype
+from ttrl.system.files import atomic_file, write_text
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.rope import frequencies
 from ttrl.training.models.weights import iter_weights
@@ -32,7 +35,28 @@ DTYPES = {
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
 }
 """By name: the type of the matrices, and of the file."""
+_BY_STORED = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _PARTS = tuple(f"attn.{part}_proj" for part in "qkv")
+
+
+def export_gguf(chosen: Chosen, output: Path, dtype: str | None = None) -> list[Path]:
+    """Write a run's checkpoint as a GGUF file, and its Modelfile; return their paths. An adapter is
+    merged into its base first.
+
+    dtype: of DTYPES; None: the checkpoint's. Raises ModelFolderError, StorageError.
+    """
+    merge_adapter(chosen.folder)
+    dtype = dtype or _BY_STORED.get(stored_dtype(chosen.folder) or "", "f16")
+    path = output / f"{chosen.name}-{dtype}.gguf"
+    words = write_gguf(chosen.folder, path, dtype=dtype, name=chosen.name)
+    text = modelfile(
+        chosen.folder,
+        path.name,
+        stops=words.stops,
+        temperature=chosen.config.validation_temperature or 0.0,
+    )
+    write_text(output / "Modelfile", text)
+    return [path, output / "Modelfile"]
 
 
 def write_gguf(folder: Path, path: Path, *, dtype: str, name: str) -> Vocabulary:
