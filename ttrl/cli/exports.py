@@ -67,8 +67,8 @@ def run_push(arguments: argparse.Namespace) -> int:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write a run's checkpoint for llama.cpp and Ollama: a GGUF file and a Modelfile. An adapter "
-        "is merged into its base first."
+        "Write a run's checkpoint for llama.cpp and Ollama: a GGUF file and a Modelfile. An "
+        "adapter is merged into its base first."
     )
     _add_choice(parser)
     parser.add_argument("--to", required=True, choices=("gguf",), help="the format: gguf")

@@ -16,6 +16,7 @@ from ttrl.errors import RunFolderError
 from ttrl.exports.base import Base
 from ttrl.exports.checkpoint import Chosen
 from ttrl.facts import number
+from ttrl.ready_models import READY_MODELS
 from ttrl.report import phrases
 from ttrl.report.figures import Figure, learning
 from ttrl.report.page import css
@@ -228,7 +229,9 @@ def _settings(chosen: Chosen, base: Base) -> str:
     for name, value in settings.items():
         shown = yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()
         lines.append(f"| `{name}` | `{shown.removesuffix('...').strip()}` |")
-    whole = {"run": "runs/again", "model": base.hub or base.name, **settings}
+    given = chosen.config.model
+    model = given if given in READY_MODELS else base.hub or base.name
+    whole = {"run": "runs/again", "model": model, **settings}
     lines += [
         "",
         "To train it again, save this as run.yaml, add your tasks, and run `ttrl train run.yaml`:",

@@ -141,15 +141,19 @@ def _without_paths(files: dict[str, Path | bytes], hub: str | None) -> dict[str,
     return changed
 
 
-def push(made: Package, *, public: bool = False, replace: bool = False) -> str:
+def push(
+    made: Package, *, public: bool = False, replace: bool = False, api: HfApi | None = None
+) -> str:
     """Push a package in one commit and return its address. A new repository is private unless
     `public`. replace: also into a repository with other files; those not in the package are
     removed.
 
-    Uploaded parts are not sent again by a later try. The hub's own settings apply: HF_TOKEN or
-    `hf auth login`, HF_ENDPOINT. Raises UserError.
+    api: of the hub; by default with the hub's own settings: HF_TOKEN or `hf auth login`,
+        HF_ENDPOINT.
+
+    Uploaded parts are not sent again by a later try. Raises UserError.
     """
-    api = HfApi(library_name="ttrl")
+    api = api or HfApi(library_name="ttrl")
     try:
         there = _files_there(api, made.repository)
         others = set(there or ()) - _OF_THE_HUB
