@@ -45,7 +45,8 @@ def choose(path: Path, iteration: int | None = None) -> Chosen:
         path = path.parents[2]
     check_run_folder(path)
     folder = RunFolder(path)
-    config = TrainConfig.parse(folder.config(), str(path / "config.yaml"))
+    # Problems of this machine, such as a missing package, are none of a finished run.
+    config, _ = TrainConfig.examine(folder.config())
     rows = folder.metrics()
     if not rows or not folder.policy_version(rows[-1].iteration):
         raise RunFolderError(f"{path} has no trained policy yet; let the run finish an iteration")
