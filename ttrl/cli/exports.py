@@ -1,6 +1,7 @@
 """`ttrl push` and `ttrl export`: a run's model on the hub, or as a GGUF file."""
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -84,6 +85,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError("writing GGUF files needs the package gguf: pip install gguf")
     print(f"ttrl export: reading {arguments.run}", file=sys.stderr, flush=True)
     from ttrl.exports.checkpoint import choose
     from ttrl.exports.gguf import export_gguf

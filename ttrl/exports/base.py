@@ -1,4 +1,4 @@
-"""Name the model that a run started from, and its licence, from what is known on this machine."""
+"""Name the starting model of a run and its licence, as far as this machine knows them."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Write the model card of a checkpoint: what was trained, how well it learned, how to repeat it.
+"""Write the model card of a checkpoint: its training, its results, and the way to repeat them.
 
 Every figure is from the run's files. Paths, addresses and keys of this machine stay out: a card is
 read by everyone.
@@ -81,10 +81,12 @@ def _front_matter(base: Base, *, adapter: bool) -> str:
 
 
 def _opening(chosen: Chosen, base: Base, *, adapter: bool) -> str:
-    what = "An adapter to" if adapter else "This is"
-    whose = f"[{base.name}](https://huggingface.co/{base.hub})" if base.hub else f"`{base.name}`"
+    kind = "An adapter to" if adapter else "This is"
+    start = f"`{base.name}`"
+    if base.hub is not None:
+        start = f"[{base.name}](https://huggingface.co/{base.hub})"
     return (
-        f"{what} {whose}, trained by reinforcement learning with ttrl. "
+        f"{kind} {start}, trained by reinforcement learning with ttrl. "
         f"{phrases.summary(chosen.run)}\n\n"
         f"The weights are those after iteration {chosen.iteration} ({chosen.why})."
     )
@@ -185,8 +187,8 @@ def _training(chosen: Chosen) -> str:
     )
     lines = ["## Training", "", "| | |", "|---|---|"]
     parts = [
-        f"{count['count']:,} {what}"
-        for name, what in (("tasks", "for training"), ("validation_tasks", "held out"))
+        f"{count['count']:,} {use}"
+        for name, use in (("tasks", "for training"), ("validation_tasks", "held out"))
         if isinstance(count := counts.get(name), Mapping) and count.get("count")
     ]
     names = [f"`{kind}`" for kind in kinds]
@@ -262,8 +264,8 @@ def _licence(base: Base) -> str:
     if base.licence is not None:
         return f"## License\n\n{base.licence}, as {base.name}."
     return (
-        f"## License\n\nThat of {base.name}, unknown to the program that wrote this card: see its "
-        "own page."
+        f"## License\n\nThe license of {base.name}. The author of this card, a program, does not know "
+        "it; see the model's own page."
     )
 
 

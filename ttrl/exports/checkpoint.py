@@ -78,7 +78,7 @@ def choose(path: Path, iteration: int | None = None) -> Chosen:
         raise RunFolderError(
             f"{path} has no checkpoint of iteration {number if iteration is None else iteration}; "
             f"there are those of {spans(there) or 'none'} (keep_checkpoints, keep_best and "
-            "keep_every say what stays)"
+            "keep_every choose them)"
         )
     run = read_run(path, [row for row in rows if row.iteration <= number])
     return Chosen(checkpoint, number, why, dataclasses.replace(run), config)

@@ -1,8 +1,8 @@
 """Map ttrl's decoders to llama.cpp's: the architecture's name, its settings, names of tensors.
 
-llama.cpp computes each architecture in one way, with few choices. `layout_of` compares that way
-with the checkpoint's own architecture and refuses every difference: a file of llama.cpp must give
-the model's own answers, or not exist.
+llama.cpp computes each architecture in one way, with few choices. `layout_of` compares it with
+the checkpoint's own architecture and refuses every difference: a file must give the model's own
+answers, or not exist.
 """
 
 import math
@@ -81,12 +81,16 @@ class Layout:
     def name_of(self, ours: str) -> str:
         """Return llama.cpp's name of a parameter."""
         name, kind = ours.rsplit(".", 1)
-        kind = "bias" if kind == "bias" else "weight"
+        if kind == "scale":
+            kind = "weight"
         if not name.startswith("layers."):
             return f"{_OUTSIDE[name]}.{kind}"
         _, number, part = name.split(".", 2)
-        names = _GATED if self.shape.gated_mlp else _PLAIN
-        return f"blk.{number}.{ {**_INSIDE, **names}[part] }.{kind}"
+        if self.shape.gated_mlp:
+            names = _INSIDE | _GATED
+        else:
+            names = _INSIDE | _PLAIN
+        return f"blk.{number}.{names[part]}.{kind}"
 
     @property
     def ropes(self) -> Mapping[str, Mapping[str, Any]]:
@@ -125,7 +129,7 @@ def _ropes(shape: Architecture) -> Mapping[str, Mapping[str, Any]]:
 
 def layout_of(config: PretrainedConfig) -> Layout:
     """Return llama.cpp's layout of a config from `read_config`. Raises ModelFolderError with every
-    part that llama.cpp computes in another way.
+    part computed in another way by llama.cpp.
     """
     target = _TARGETS.get(config.model_type)
     if target is None:
@@ -152,7 +156,7 @@ def layout_of(config: PretrainedConfig) -> Layout:
 
 
 def _problems(shape: Architecture, target: Target) -> list[str]:
-    """Return the parts beside RoPE without an equal in llama.cpp."""
+    """Return the parts without an equal in llama.cpp, except for RoPE."""
     biases = {"qkv": shape.qkv_bias, "output": shape.output_bias, "mlp": shape.mlp_bias}
     problems = [
         f"biases of {part}" for part, has in biases.items() if has and part not in target.biases

@@ -3,7 +3,7 @@
 llama.cpp knows tokenizers by names: a kind ("gpt2": byte-level BPE; "llama": SentencePiece's BPE),
 and for the first a rule for splitting texts before merging. The rule is read from tokenizer.json
 itself, by its regular expressions. A tokenizer with another rule is refused: it would split some
-texts in another way, and nobody would notice.
+texts in another way, unnoticed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ _SPLITS: Mapping[tuple[tuple[str, ...], bool], str] = {
 "bytes" (GPT-2's own expression); and by `ignore_merges`."""
 _SPACE = "▁"
 _NO_MERGE = "[PAD] [PAD]"
-"""A merge that never applies: llama.cpp refuses files without any, and no merge makes its parts."""
+"""A merge without effect: llama.cpp refuses files without any, and no merge makes its parts."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Vocabulary:
     space_first: bool
     chat_template: str | None
     stops: tuple[str, ...] = field(default=())
-    """The tokens that end a reply."""
+    """The end tokens of a reply."""
 
     def add_to(self, to: GGUFWriter) -> None:
         """Write it to a file."""
@@ -82,7 +82,7 @@ class Vocabulary:
 
 def vocabulary(folder: Path, rows: int) -> Vocabulary:
     """Return the vocabulary of a model folder. rows: of the embeddings; rows without a token get
-    one that no text contains. Raises ModelFolderError.
+    a placeholder. Raises ModelFolderError.
     """
     path = folder / "tokenizer.json"
     try:
@@ -208,7 +208,7 @@ def _scores(tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> list[fl
 
 
 def _stops(folder: Path, known: Any) -> list[int]:
-    """Return the ids of the tokens that end a reply, the tokenizer's own first."""
+    """Return the ids of the end tokens of a reply, the tokenizer's own first."""
     file = folder / "generation_config.json"
     ends: Any = None
     if file.is_file():
@@ -218,7 +218,7 @@ def _stops(folder: Path, known: Any) -> list[int]:
 
 
 def _template(known: Any) -> str | None:
-    """Return the chat template, without the tags that mark an assistant's text for training."""
+    """Return the chat template, without its tags for training."""
     template = known.chat_template
     if isinstance(template, dict):
         template = template.get("default")

@@ -1,9 +1,9 @@
 """Write a Modelfile: Ollama's description of a model, next to its GGUF file.
 
 Ollama has templates of its own, in Go's language. The chat template is a program; so it is not
-translated but observed: rendered with marks in the place of texts, it shows what stands around each
-role's text. The template made of that is then simulated, and used only if it writes a longer
-conversation as the original does.
+translated but observed: rendered with marks in the place of texts, it shows the text around each
+role's message. A template made of these is simulated, and used only if it writes longer
+conversations like the original.
 """
 
 from collections.abc import Mapping, Sequence
@@ -123,7 +123,7 @@ def _between(text: str, marks: int) -> list[str] | None:
 
 
 def modelfile(folder: Path, file: str, *, stops: Sequence[str], temperature: float) -> str:
-    """Return the Modelfile of a GGUF file. stops: the tokens that end a reply. temperature: of the
+    """Return the Modelfile of a GGUF file. stops: the end tokens of a reply. temperature: of the
     held-out samples.
     """
     lines = [f"FROM ./{file}"]

@@ -179,7 +179,7 @@ def push(
             raise
         raise UserError(
             f"{made.repository} could not be pushed: {describe(error)}. The same command tries "
-            "again; what is uploaded is not sent again"
+            "again, and sends no uploaded file twice"
         ) from error
     return str(commit.repo_url)
 
