@@ -52,12 +52,16 @@ def write_card(chosen: Chosen, base: Base, repository: str, *, adapter: bool) ->
     an adapter alone.
     """
     charts = learning(chosen.run)
-    curve = standalone(charts[0]) if charts else None
+    curve = None
+    picture = ""
+    if charts:
+        curve = standalone(charts[0])
+        picture = _picture(charts[0])
     sections = [
         _front_matter(base, adapter=adapter),
         f"# {repository.rsplit('/', 1)[-1]}",
         _opening(chosen, base, adapter=adapter),
-        *([_picture(charts[0])] if charts else []),
+        picture,
         _results(chosen),
         _use(chosen, base, repository, adapter=adapter),
         _training(chosen),
@@ -69,14 +73,19 @@ def write_card(chosen: Chosen, base: Base, repository: str, *, adapter: bool) ->
 
 
 def _front_matter(base: Base, *, adapter: bool) -> str:
-    values: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
+    tags = ["ttrl", "reinforcement-learning", "grpo"]
+    library, relation = "transformers", "finetune"
+    if adapter:
+        library, relation = "peft", "adapter"
+        tags.append("lora")
+    values: dict[str, Any] = {"library_name": library}
     if base.hub is not None:
         values["base_model"] = base.hub
-        values["base_model_relation"] = "adapter" if adapter else "finetune"
+        values["base_model_relation"] = relation
     if base.licence is not None:
         values["license"] = base.licence
     values["pipeline_tag"] = "text-generation"
-    values["tags"] = ["ttrl", "reinforcement-learning", "grpo", *(["lora"] if adapter else [])]
+    values["tags"] = tags
     return f"---\n{yaml.safe_dump(values, sort_keys=False)}---"
 
 
@@ -264,8 +273,8 @@ def _licence(base: Base) -> str:
     if base.licence is not None:
         return f"## License\n\n{base.licence}, as {base.name}."
     return (
-        f"## License\n\nThe license of {base.name}. The author of this card, a program, does not know "
-        "it; see the model's own page."
+        f"## License\n\nThe license of {base.name}. This card was written by a program without access "
+        "to it; see the page of that model."
     )
 
 

@@ -53,7 +53,9 @@ def choose(path: Path, iteration: int | None = None) -> Chosen:
     newest = folder.written_version(rows[-1].iteration)
     if iteration is None:
         best = next(iter(best_policies(folder, rows, config)), None)
-        number = newest if best is None else best
+        number = newest
+        if best is not None:
+            number = best
         if number == 0:
             raise RunFolderError(
                 f"{path}: no trained policy was better than the starting model in held-out "
@@ -76,7 +78,7 @@ def choose(path: Path, iteration: int | None = None) -> Chosen:
             if int(one.parent.parent.name) > 0
         )
         raise RunFolderError(
-            f"{path} has no checkpoint of iteration {number if iteration is None else iteration}; "
+            f"{path} has no checkpoint of iteration {number}; "
             f"there are those of {spans(there) or 'none'} (keep_checkpoints, keep_best and "
             "keep_every choose them)"
         )

@@ -148,11 +148,10 @@ def layout_of(config: PretrainedConfig) -> Layout:
     context = int(config.max_position_embeddings)
     if target.pattern is None:
         return Layout(target, shape, min([context, *windows]), None, None)
-    windowed = tuple(window is not None for window in shape.windows)
-    usual = tuple(map(target.pattern, range(len(windowed))))
-    return Layout(
-        target, shape, context, max(windows, default=None), None if windowed == usual else windowed
-    )
+    windowed: tuple[bool, ...] | None = tuple(window is not None for window in shape.windows)
+    if windowed == tuple(map(target.pattern, range(len(shape.windows)))):
+        windowed = None
+    return Layout(target, shape, context, max(windows, default=None), windowed)
 
 
 def _problems(shape: Architecture, target: Target) -> list[str]:
@@ -184,7 +183,9 @@ def _problems_of_rope(shape: Architecture, target: Target) -> list[str]:
         name = str(rope.get("rope_type", "default"))
         if kind == "sliding_attention" and name != "default":
             problems.append(f"a RoPE of the type {name!r} in windows")
-        allowed = {"default", "linear", "yarn"} | ({"llama3"} if target is _LLAMA else set())
+        allowed = {"default", "linear", "yarn"}
+        if target is _LLAMA:
+            allowed.add("llama3")
         if name not in allowed:
             problems.append(f"a RoPE of the type {name!r}")
         if rope.get("partial_rotary_factor") is not None:

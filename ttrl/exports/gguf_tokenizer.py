@@ -104,10 +104,19 @@ def vocabulary(folder: Path, rows: int) -> Vocabulary:
             f"{path} has {len(fast.get_vocab()):,} tokens, but the model {rows:,} embeddings"
         )
     by_sentence_pieces = bool(model.get("byte_fallback"))
-    split = "default" if by_sentence_pieces else _split(content, path)
     merges = [_merge(pair) for pair in model["merges"]]
     known: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     tokens, kinds = _tokens(content, known, rows, by_sentence_pieces)
+    kind = "llama"
+    split = "default"
+    scores: list[float] | None = None
+    joined: list[str] | None = None
+    if by_sentence_pieces:
+        scores = _scores(tokens, merges)
+    else:
+        kind = "gpt2"
+        split = _split(content, path)
+        joined = [" ".join(pair) for pair in merges]
     plain, whole = (fast.encode("a", add_special_tokens=added) for added in (False, True))
     stops = [number for number in _stops(folder, known) if number < rows]
     special = {
@@ -119,12 +128,12 @@ def vocabulary(folder: Path, rows: int) -> Vocabulary:
     if others:
         special["eot"] = others[0]
     return Vocabulary(
-        model="llama" if by_sentence_pieces else "gpt2",
+        model=kind,
         split=split,
         tokens=tokens,
         kinds=kinds,
-        scores=_scores(tokens, merges) if by_sentence_pieces else None,
-        merges=None if by_sentence_pieces else [" ".join(pair) for pair in merges],
+        scores=scores,
+        merges=joined,
         special=special,
         starts_with_bos=whole.ids[:1] != plain.ids[:1],
         ends_with_eos=whole.ids[-1:] != plain.ids[-1:],
@@ -187,7 +196,9 @@ def _tokens(
             kinds[number] = TokenType.BYTE
     for one in content.get("added_tokens") or []:
         tokens[one["id"]] = one["content"]
-        kinds[one["id"]] = TokenType.CONTROL if one["special"] else TokenType.USER_DEFINED
+        kinds[one["id"]] = TokenType.USER_DEFINED
+        if one["special"]:
+            kinds[one["id"]] = TokenType.CONTROL
     if by_sentence_pieces and known.unk_token_id is not None:
         kinds[known.unk_token_id] = TokenType.UNKNOWN
     return tokens, kinds
@@ -210,10 +221,12 @@ def _scores(tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> list[fl
 def _stops(folder: Path, known: Any) -> list[int]:
     """Return the ids of the end tokens of a reply, the tokenizer's own first."""
     file = folder / "generation_config.json"
-    ends: Any = None
+    found = [known.eos_token_id]
     if file.is_file():
-        ends = read_object(file).get("eos_token_id")
-    found = [known.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+        ends: Any = read_object(file).get("eos_token_id")
+        if not isinstance(ends, list):
+            ends = [ends]
+        found += ends
     return list(dict.fromkeys(number for number in found if number is not None))
 
 
@@ -222,4 +235,6 @@ def _template(known: Any) -> str | None:
     template = known.chat_template
     if isinstance(template, dict):
         template = template.get("default")
-    return None if template is None else without_generation_tags(template)
+    if template is None:
+        return None
+    return without_generation_tags(template)
