@@ -273,8 +273,8 @@ def _licence(base: Base) -> str:
     if base.licence is not None:
         return f"## License\n\n{base.licence}, as {base.name}."
     return (
-        f"## License\n\nThe license of {base.name}. This card was written by a program without access "
-        "to it; see the page of that model."
+        f"## License\n\nThe license of {base.name}: see its own page. The program behind this card "
+        "does not know it."
     )
 
 
