@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from ttrl.configs.base import without_secrets
+from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.errors import RunFolderError
 from ttrl.exports.base import Base
 from ttrl.exports.checkpoint import Chosen
@@ -203,13 +204,14 @@ def _training(chosen: Chosen) -> str:
     names = [f"`{kind}`" for kind in kinds]
     lines.append(f"| Tasks | {': '.join(filter(None, [', '.join(names), ', '.join(parts)]))} |")
     last = chosen.run.trained[-1]
-    graded = ", ".join(f"`{name}`" for name in last.metrics or {})
-    lines.append(f"| Grader | the reward{f', and {graded}' if graded else ''} |")
+    graded = ", ".join(["the reward", *(f"`{name}`" for name in last.metrics or {})])
+    lines.append(f"| Graded | {graded} |")
     steps = sum(row.train.steps or 0 for row in chosen.run.trained)
-    objective = chosen.config.training.get("objective", "grpo")
-    if isinstance(objective, Mapping):
-        objective = objective.get("name", "grpo")
-    lines.append(f"| Method | {objective}, {counted(steps, 'optimizer step')} |")
+    method = "GRPO"
+    training = chosen.config.to_dict().get("training")
+    if isinstance(training, Mapping):  # otherwise the name of a file
+        method += f" with the objective `{training.get('objective', ObjectiveConfig.objective)}`"
+    lines.append(f"| Method | {method}; {counted(steps, 'optimizer step')} |")
     lines += [f"| {name} | {value} |" for name, value in phrases.tiles(chosen.run)]
     return "\n".join(lines)
 
