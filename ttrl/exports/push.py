@@ -13,7 +13,7 @@ from huggingface_hub.errors import (
     LocalTokenNotFoundError,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils._validators import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ttrl.errors import ModelFolderError, UserError, describe
 from ttrl.exports.base import base_of
