@@ -20,7 +20,6 @@ from ttrl.cli import (
     cache,
     config,
     eval_command,
-    exports,
     machine_commands,
     models,
     plan_command,
@@ -61,8 +60,8 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     ),
     "models": (models.add_models, "list and download models without the hub"),
     "chat": (models.add_chat, "talk to a model, such as a checkpoint before and after training"),
-    "push": (exports.add_push, "push a run's model to the hub, with a model card"),
-    "export": (exports.add_export, "write a run's model for llama.cpp and Ollama (GGUF)"),
+    "push": (models.add_push, "push a run's model to the hub, with a model card"),
+    "export": (models.add_export, "write a run's model for llama.cpp and Ollama (GGUF)"),
     "compare": (
         eval_command.add_compare,
         "compare runs at equal iterations, FLOPs, tokens or seconds, or two evaluations, task by "
