@@ -40,6 +40,8 @@ class ReadyModel:
     """To download, and on disk."""
     make: Callable[[Path], object]
     """Writes it to a new folder, atomically. Raises ModelFolderError."""
+    hub: str | None = None
+    """The model's name on the hub."""
 
 
 def is_ready(name: str) -> bool:
@@ -181,6 +183,7 @@ READY_MODELS = {
         "Apache-2.0",
         "93 MB to download, 540 MB on disk",
         _make_smollm2,
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
     "tiny": ReadyModel(
         "a random model of a million parameters, one token per byte; it has to learn everything",

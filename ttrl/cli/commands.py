@@ -69,6 +69,8 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     ),
     "models": (models.add_models, "list and download models without the hub"),
     "chat": (models.add_chat, "talk to a model, such as a checkpoint before and after training"),
+    "push": (models.add_push, "push a run's model to the hub, with a model card"),
+    "export": (models.add_export, "write a run's model for llama.cpp and Ollama (GGUF)"),
     "compare": (
         eval_command.add_compare,
         "compare runs at equal iterations, FLOPs, tokens or seconds, or two evaluations, task by "

@@ -61,6 +61,11 @@ def has_generation_tags(source: str) -> bool:
     return _OWN_TAG.search(source) is not None
 
 
+def without_generation_tags(source: str) -> str:
+    """Return the template with its own tags as no-ops of the same shape."""
+    return _OWN_TAG.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true") + tag[3], source)
+
+
 def with_generation_tags(source: str, ends_of_turn: Iterable[str]) -> str:
     """Return the chat template `source` with tags around each assistant turn, its end-of-turn token
     included.
@@ -69,7 +74,7 @@ def with_generation_tags(source: str, ends_of_turn: Iterable[str]) -> str:
     turn ends with the last of them in its message. Existing tags in `source` become no-ops of the
     same shape.
     """
-    source = _OWN_TAG.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true") + tag[3], source)
+    source = without_generation_tags(source)
     ends = ", ".join(_jinja_string(end) for end in sorted(set(ends_of_turn)))
     return _PROGRAM % {"source": _LAST_NEWLINE.sub("", source), "ends": ends}
 
