@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from markdown import Extension, Markdown
-from markdown.preprocessors import Preprocessor
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
@@ -149,32 +147,11 @@ def with_docstrings(text: str) -> str:
     return re.sub(r"(?:^\|.*\n)+", documented, text, flags=re.MULTILINE)
 
 
-class Doctests(Preprocessor):
-    """Show an example of a docstring as code. Markdown takes its >>> for quotations."""
-
-    def run(self, lines: list[str]) -> list[str]:
-        """Return the lines, with a fence around each paragraph that begins with >>>."""
-        paragraphs = "\n".join(lines).split("\n\n")
-        return "\n\n".join(
-            f"```pycon\n{one.strip()}\n```" if one.lstrip().startswith(">>> ") else one
-            for one in paragraphs
-        ).split("\n")
-
-
-class DoctestExtension(Extension):
-    """Register Doctests before the preprocessor that reads fences."""
-
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 - Markdown's name
-        """Register it."""
-        md.preprocessors.register(Doctests(md), "doctests", priority=30)
-
-
 @event_priority(-50)
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Set the navigation, the search of opened folders, and the look of examples."""
+    """Set the navigation, and the search of folders opened without a server."""
     # The offline plugin would load a worker for file: from a server.
     config.extra["polyfills"] = [WORKER]
-    config.markdown_extensions.append(DoctestExtension())  # type: ignore[arg-type]
     config.nav = navigation((ROOT / INDEX).read_text(encoding="utf-8"))
     return config
 
