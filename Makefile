@@ -97,7 +97,7 @@ $(VENV)/audit/bin/pip-audit:
 
 # A warning is an error: a dead link, a missing anchor, a name without a docstring.
 docs: $(MKDOCS)
-	NO_MKDOCS_2_WARNING=1 $< build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $< build --strict
 
 docs-serve: $(MKDOCS)
 	$< serve --dev-addr 127.0.0.1:8000
