@@ -70,7 +70,9 @@ class Drawing:
         size = f'width="{width:g}" height="{height:g}" rx="4"'
         self.shapes.append(f'<rect x="{x:g}" y="{y:g}" {size} class="{kind}"/>')
 
-    def path(self, points: Sequence[tuple[float, float]], kind: str, *, arrow: bool = False) -> None:
+    def path(
+        self, points: Sequence[tuple[float, float]], kind: str, *, arrow: bool = False
+    ) -> None:
         """Draw a line through points."""
         way = "M" + " ".join(f"{x:.4g} {y:.4g}" for x, y in points)
         tip = ' marker-end="url(#tip)"' if arrow else ""
@@ -106,7 +108,7 @@ def example() -> PackedTensors:
 
 
 def attends(packed: PackedTensors, query: int, key: int) -> bool:
-    """Return whether a position of the first row sees an earlier one: its own group or an ancestor."""
+    """Return whether a position of the first row sees another: an earlier one of its ancestors."""
     groups = packed.group_ids[0].tolist()
     parents = dict(zip(groups, packed.parent_ids[0].tolist(), strict=True))
     group = groups[query]

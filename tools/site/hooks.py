@@ -140,7 +140,9 @@ def with_docstrings(text: str) -> str:
         for name in re.findall(r"^\| `(\w+)`", table[0], re.MULTILINE):
             parts.append(f"::: ttrl.{name}")
             if name in SIGNATURE_ONLY:
-                parts.append("    options:\n      members: false\n      merge_init_into_class: false")
+                parts.append(
+                    "    options:\n      members: false\n      merge_init_into_class: false"
+                )
                 parts[-2:] = [f"{parts[-2]}\n{parts[-1]}"]
         return "\n\n".join(parts) + "\n"
 
