@@ -9,7 +9,6 @@ import ast
 import asyncio
 import dataclasses
 import inspect
-import json
 import re
 import shlex
 import tomllib
@@ -20,7 +19,6 @@ from typing import NamedTuple
 import jinja2
 import pytest
 import yaml
-from support.chat_server import ChatHandler, choice, completion, threaded
 
 import ttrl
 from ttrl import GRPOConfig, TrainConfig
@@ -79,15 +77,6 @@ def test_reasons_stand_above_blocks_and_say_something() -> None:
         assert all(len(one) > 15 for one in reasons if one), page
 
 
-class Answers(ChatHandler):
-    """A stand-in for the servers of examples: it answers 5 to everything."""
-
-    def do_POST(self) -> None:  # noqa: N802
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        number = body.get("n") or 1
-        self.send(completion([choice(index, "5") for index in range(number)]).body)
-
-
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
 def test_python_is_python(block: Block) -> None:
     """Also where it is not run. Names of ttrl that it imports exist, and its calls fit them."""
@@ -131,7 +120,7 @@ class Fragments(ast.NodeTransformer):
     "block", [block for block in PYTHON if not block.not_run], ids=lambda block: block.name
 )
 def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, with names that other blocks define, and a stand-in for servers."""
+    """In an empty folder, with the public names at hand."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     monkeypatch.setenv("TTRL_SERVER_KEY", "a key")
@@ -139,17 +128,13 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "templates" / "tools.jinja").write_text("{{ messages[0]['content'] }}")
     messages = [{"role": "user", "content": "What is 2 + 3?"}]
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    with threaded(Answers) as address:
-        # The stand-in answers at this machine, where a cache needs the name of the weights.
-        names = NAMES | {
-            "__name__": "example",  # not "__main__": no training starts
-            "messages": messages,
-        }
-        tree = compile(block.text, block.name, "exec", flags | ast.PyCF_ONLY_AST)
-        tree = ast.fix_missing_locations(Fragments().visit(tree))
-        running = eval(compile(tree, block.name, "exec", flags), names)
-        if inspect.iscoroutine(running):
-            asyncio.run(running)
+    # Not "__main__": no training starts.
+    names = NAMES | {"__name__": "example", "messages": messages}
+    tree = compile(block.text, block.name, "exec", flags | ast.PyCF_ONLY_AST)
+    tree = ast.fix_missing_locations(Fragments().visit(tree))
+    running = eval(compile(tree, block.name, "exec", flags), names)
+    if inspect.iscoroutine(running):
+        asyncio.run(running)
 
 
 def lines_of(block: Block) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""Turn ttrl's docstrings into Markdown for the site (mkdocs.yml names this extension of griffe).
+"""Turn ttrl's docstrings into Markdown for the site (hooks.py applies it).
 
 They are written for `help()`: a paragraph explains arguments as lines of `name: meaning`, and an
 example is a paragraph of doctest or an indented block. Markdown would run the first together, and
@@ -6,9 +6,6 @@ take the second for quotations.
 """
 
 import re
-from typing import Any
-
-import griffe
 
 ARGUMENT = re.compile(r"(?=^\w+: )", re.MULTILINE)
 CONTINUED = re.compile(r"\n+ +")
@@ -49,12 +46,3 @@ def _choices(text: str) -> str:
     after = [line for line in lines if not line.startswith("    ")]
     table = "\n".join(inside)
     return f"{before}\n\n```text\n{table}\n```\n\n" + "\n".join(after)
-
-
-class HouseStyle(griffe.Extension):
-    """Apply `as_markdown` to every docstring that griffe reads."""
-
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite the docstring of one object."""
-        if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring.value)

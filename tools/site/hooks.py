@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import griffe
+from docstrings import as_markdown
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
@@ -147,6 +149,15 @@ def with_docstrings(text: str) -> str:
         return "\n\n".join(parts) + "\n"
 
     return re.sub(r"(?:^\|.*\n)+", documented, text, flags=re.MULTILINE)
+
+
+class HouseStyle(griffe.Extension):
+    """Rewrite every docstring that mkdocstrings reads."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of one object."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
 
 
 @event_priority(-50)
