@@ -15,9 +15,9 @@ one GPU with 80 GB; they have not been run.
 
 --preset rookworld: RookWorld-LM-124M, a GPT-2 trained only on chess, with its text format and the
 settings of its GRPO log: 8 positions with 12 samples each at temperature 0.5; KL over the whole
-vocabulary, watched for 20 steps and then weighted with 0.005; an entropy bonus of 0.005, falling
-from step 200 to 500; a legal move earns 0.1. The log's top-p of 0.9 is left out, because the
-trainer could not compute the probabilities of the sampled tokens.
+vocabulary, watched for 20 steps and then weighted with 0.005; an entropy bonus of 0.005 that falls
+from step 200 to 500; a legal move earns 0.1. Greedy replies are judged by their reward. The log's
+top-p of 0.9 is left out: the trainer could not tell how likely the sampled tokens were.
 
 With --model "", a random model of a million parameters is warmed up first, on random legal moves of
 the training positions. With --overfit, it sees only those N: it is too small to find legal moves in
@@ -55,6 +55,7 @@ PRESETS = {
             "entropy_from_step": 200,
             "entropy_until_step": 500,
         },
+        "validation_metric": "reward",
     }
 }
 STEPS, BATCH = 400, 32  # of a tiny model's warm start
@@ -106,12 +107,13 @@ if __name__ == "__main__":
         config.model = str(model)
     asked = tasks[: arguments.overfit] if arguments.overfit else held_out
     chance = fmean([task.grader.chance() for task in asked] or [0.0])
+    judged = "reward of greedy replies" if rookworld else "best moves found"
     print(
         run_recipe(
             arguments,
             config,
             tasks,
             held_out,
-            f"best moves found ({chance:.3f} of random legal moves are best)",
+            f"{judged} ({chance:.3f} of random legal moves are best)",
         )
     )

@@ -13,13 +13,14 @@ format. Part of the train file is held out; the test file is kept for the end: `
 --tasks gsm8k --option gsm8k.style=r1`. The settings are for one GPU with 80 GB; they have not been
 run.
 
---preset entropy-study: the study's own settings, with LoRA, and eight samples of each held-out
-problem for pass@1 and pass@8 (52 to 65% pass@1 in its 64 steps). We do not know the rank. Every
-eighth step is validated: 1,600 samples, while a step trains on 256. The run begins with supervised
-training on worked answers, until 95% of the held-out answers have the format; a model with the
-format skips it. The study's measurements: gradient noise is in train.jsonl and the report, all else
-comes from `ttrl study`, for one checkpoint or the whole run. For this, the run keeps the adapters
-and optimizer states of all steps.
+--preset entropy-study: as that study did it, with LoRA, and eight samples of each held-out problem
+for pass@1 and pass@8 (52 to 65% pass@1 in its 64 steps). Rank 78 makes its adapter of 90 million
+parameters: 28 layers of 41,216 for each rank, 90,015,744 in all; alpha is ours. Held-out problems
+are asked every eighth step: 1,600 samples, and a step trains on 256. It begins with
+supervised training on worked answers, until 95% of the held-out answers have the format; a model
+that follows it already is left as it is. What the study measured: gradient noise in train.jsonl and
+the report, all else by `ttrl study`, of one checkpoint or of the whole run. For that, the adapters
+and optimizer states of all steps are kept.
 
 --preset small: SmolLM2-135M never writes R1's tags (0 of 200 greedy replies, 0 of 320 samples), so
 it would never get a reward. Three solved problems before each question, as shared turns, show it
@@ -34,8 +35,8 @@ from ttrl.tasks.gsm8k import get_gsm8k_tasks, gsm8k_examples
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 PRESETS = {
     "entropy-study": {
-        "lora_rank": 32,
-        "lora_alpha": 64,
+        "lora_rank": 78,  # 90,015,744 parameters of Qwen2.5-1.5B
+        "lora_alpha": 156,
         "gradient_noise": True,
         "validation_samples": 8,
         "validate_every": 8,

@@ -10,6 +10,7 @@ The settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
+from ttrl.configs.experiments import presets_of
 from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -21,6 +22,7 @@ if __name__ == "__main__":
         iterations=60,
         model=MODEL,
         data="",
+        presets=presets_of("nyt_connections"),
     )
     config = recipe_config(
         arguments,

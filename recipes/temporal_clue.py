@@ -13,6 +13,7 @@ Reward: the share of right answers. Settings for eight GPUs with 80 GB; they hav
 """
 
 from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
+from ttrl.configs.experiments import presets_of
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 
 MODEL = "Qwen/Qwen2.5-14B-Instruct"
@@ -24,6 +25,7 @@ if __name__ == "__main__":
         iterations=100,
         model=MODEL,
         data="",
+        presets=presets_of("temporal_clue"),
     )
     config = recipe_config(
         arguments,

@@ -9,12 +9,19 @@ share of right cells. The settings are for one GPU with 80 GB; they have not bee
 """
 
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
+from ttrl.configs.experiments import presets_of
 from ttrl.tasks.zebra_grid import get_zebra_grid_tasks
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/zebra_grid", iterations=100, model=MODEL)
+    arguments = script_arguments(
+        __doc__,
+        run="runs/zebra_grid",
+        iterations=100,
+        model=MODEL,
+        presets=presets_of("zebra_grid"),
+    )
     config = recipe_config(
         arguments,
         tasks_per_iteration=32,

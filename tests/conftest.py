@@ -276,6 +276,15 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{name}/some/folder"
 
 
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model hub whose name nobody knows."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
+
+
 @pytest.fixture(scope="session")
 def one_thread() -> None:
     """More threads than idle cores make tiny models hundreds of times slower."""
@@ -327,10 +336,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def world(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> "World":
+def world(tmp_path: Path, tiny_model: Path) -> "World":
     """A run on fake parts."""
     from support.world import World
 
-    made = World(tmp_path, tiny_model)
-    made.take_over(monkeypatch)
-    return made
+    return World(tmp_path, tiny_model)

@@ -5,14 +5,18 @@ import ast
 import asyncio
 import dataclasses
 import doctest
+import importlib
 import inspect
 import json
 import math
 import re
 import subprocess
 import sys
+import textwrap
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import picture_report
 import pytest
@@ -144,7 +148,8 @@ def test_commands_that_are_named_exist(page: Path) -> None:
             wrong.append(found[0])
         elif found:
             SUBCOMMANDS[found[1]][0](parser := argparse.ArgumentParser())
-            known = options_of(parser) | (SCRIPTS if found[1] == "train" else set())
+            # Both hand further options to scripts.
+            known = options_of(parser) | (SCRIPTS if found[1] in ("train", "sweep") else set())
             wrong += [
                 f"{found[1]} {one}" for one in set(re.findall(r"--[a-z-]+", found[2])) - known
             ]
@@ -215,19 +220,48 @@ def test_the_example_of_judges_makes_tasks() -> None:
     assert names["compared"].grader is None and names["compared"].group_grader.orders == 1
 
 
-def test_the_example_of_a_game_reads_its_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str], ModuleType]]:
+    """`stand_in(name, code)`: a module of that name, for a package that is not installed."""
+    made: list[str] = []
+
+    def write(name: str, code: str) -> ModuleType:
+        assert name not in sys.modules
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        monkeypatch.syspath_prepend(tmp_path)
+        made.append(name)
+        return importlib.import_module(name)
+
+    yield write
+    for name in made:
+        del sys.modules[name]
+
+
+def test_the_example_of_a_game_reads_its_moves(stand_in: Callable[[str, str], ModuleType]) -> None:
     """Without Gymnasium, which is none of ours; what it would make is not played."""
     blocks = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/how-to/conversations.md").read_text(), re.DOTALL
     )
     (code,) = (block for block in blocks if "gym_tasks" in block)
-    made: list[dict[str, object]] = []
-    game = types.SimpleNamespace(reset=len, step=len)
-    fake = types.SimpleNamespace(make=lambda name, **options: made.append(options) or game)
-    monkeypatch.setitem(sys.modules, "gymnasium", fake)
+    fake = stand_in(
+        "gymnasium",
+        """
+        from types import SimpleNamespace
+
+        made = []
+
+        def make(name, **options):
+            made.append(options)
+            return SimpleNamespace(reset=len, step=len)
+        """,
+    )
     names: dict[str, object] = {}
     exec(compile(code, "docs/how-to/conversations.md", "exec"), names)
-    assert made == [{"render_mode": "ansi", "is_slippery": False}] and len(names["tasks"]) == 100
+    assert (
+        fake.made == [{"render_mode": "ansi", "is_slippery": False}] and len(names["tasks"]) == 100
+    )
     move = names["tasks"][0].rollout.game.action
     assert [move("I go down"), move("Up")] == [1, 3]
     with pytest.raises(ValueError):
@@ -250,7 +284,11 @@ def test_the_example_of_trl_is_graded(tmp_path: Path) -> None:
         assert asyncio.run(output) == expected
 
 
-def test_the_logger_for_mlflow_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logger_for_mlflow_is_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stand_in: Callable[[str, str], ModuleType],
+) -> None:
     """With a stand-in for MLflow, which is none of ours."""
     blocks = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/how-to/results.md").read_text(), re.DOTALL
@@ -258,19 +296,27 @@ def test_the_logger_for_mlflow_is_one(tmp_path: Path, monkeypatch: pytest.Monkey
     (code,) = (block for block in blocks if "import mlflow" in block)
     (tmp_path / "mlflow_logger.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    told: list[object] = []
-    fake = types.SimpleNamespace(
-        set_experiment=told.append,
-        start_run=lambda: told.append("started"),
-        log_metrics=lambda metrics, step: told.append((metrics, step)),
-        end_run=lambda: told.append("ended"),
+    fake = stand_in(
+        "mlflow",
+        """
+        told = []
+        set_experiment = told.append
+
+        def start_run():
+            told.append("started")
+
+        def log_metrics(metrics, step):
+            told.append((metrics, step))
+
+        def end_run():
+            told.append("ended")
+        """,
     )
-    monkeypatch.setitem(sys.modules, "mlflow", fake)
     entry = {"name": "mlflow_logger.MLflow", "experiment": "letters"}
     loggers = make_loggers([entry], tmp_path, Console(quiet=True), {})
     loggers.log(rows_of([{"iteration": 3, "reward": 0.5, "train": {"loss": 0.25}}]))
     loggers.close()
-    assert told == ["letters", "started", ({"reward": 0.5, "train/loss": 0.25}, 3), "ended"]
+    assert fake.told == ["letters", "started", ({"reward": 0.5, "train/loss": 0.25}, 3), "ended"]
 
 
 NAMES = {name: getattr(ttrl, name) for name in ttrl.__all__ if name != "__version__"}

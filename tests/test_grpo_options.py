@@ -600,7 +600,7 @@ def test_stored_reference_logprobs_must_be_those_that_are_wanted(trials):
         ConfigError,
         match=r"reference_model is missing, and .*packed\.safetensors holds no reference log-prob",
     ):
-        trials.train(packed, token_rewards="implicit", reference_model=None)
+        trials.train(packed, kl_coefficient=0.5, reference_model=None)
     config = GRPOConfig(model=str(trials.reference), packed="", output_dir="", device="cpu")
     packed = prepass.store_reference_logprobs(config, HERE, packed)
     kl = {"kl_coefficient": 0.5}
@@ -670,11 +670,14 @@ def test_kl_in_the_reward_changes_the_advantages_alone(trials):
     assert "kl_loss" not in lines(charged)[0] and lines(charged)[0]["kl"] != 0
 
 
-def test_implicit_rewards_make_the_advantages(trials):
+def test_a_new_reward_model_leaves_outcomes_alone(trials):
+    """It is the reference, so that tokens have no rewards. The next iterations:
+    tests/training/test_reward_pass.py.
+    """
     packed = trials.pack()
     implicit = trials.train(packed, token_rewards="implicit", implicit_beta=0.1)
-    own, reference = (trials.logprobs(model, packed) for model in (trials.model, trials.reference))
-    packed.advantages = implicit_advantages(packed, own, reference, 0.1)
+    reference = trials.logprobs(trials.reference, packed)
+    packed.advantages = implicit_advantages(packed, reference, reference, 0.1)
     assert apart(implicit, trials.train(packed), trials.model) < 1e-4
 
 

@@ -120,10 +120,7 @@ def test_no_place_to_keep_it(tmp_path, monkeypatch):
         ready_model("tiny")
 
 
-def test_without_a_network_a_name_on_the_hub_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ttrl.server.model_folder.hub_is_out_of_reach", lambda: True)
+def test_without_a_network_a_name_on_the_hub_is_refused_at_once(no_hub: None) -> None:
     with pytest.raises(
         ModelFolderError,
         match=r"cannot be downloaded from the hub: the hub's name cannot be resolved",

@@ -4,6 +4,7 @@ hand (--tiny) and in e2e/.
 
 import asyncio
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -15,7 +16,10 @@ import pytest
 
 from ttrl import Task, TrainConfig
 from ttrl.cli.recipe_script import with_plain_template
-from ttrl.errors import ConfigError, UserError
+from ttrl.cli.sweep import read_sweep
+from ttrl.configs.experiments import EXPERIMENTS
+from ttrl.costs.parameters import adapter_parameters, decoder_parameters
+from ttrl.errors import ConfigError
 from ttrl.loop.checks import checked
 from ttrl.plans.open_choices import choose
 from ttrl.system.files import write_jsonl
@@ -45,7 +49,7 @@ def math_problems(folder: Path) -> None:
 def temporal_clue(folder: Path) -> None:
     rows = [
         {"prompt": f"Puzzle {n}", "solution": {"A": "Miss Violet"}, "num_clues": 1}
-        for n in range(30)
+        for n in range(70)
     ]
     for name in ("train", "val"):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -124,7 +128,24 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
         return types.SimpleNamespace(run=run, report="report.html", checkpoint="checkpoint")
 
     monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
-    monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
+    return seen
+
+
+Checked = list[tuple[TrainConfig, list[Task]]]
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> Checked:
+    """Record what recipes check; with --check they do no more."""
+    seen: Checked = []
+
+    def checked(
+        config: TrainConfig, tasks: list[Task], *others: object, problems: list[str], **more: object
+    ) -> None:
+        assert not problems
+        seen.append((config, tasks))
+
+    monkeypatch.setattr("ttrl.cli.recipe_script.checked", checked)
     return seen
 
 
@@ -173,7 +194,7 @@ def test_tasks_and_settings(
 
 @pytest.mark.parametrize("name", SOME)
 def test_it_fits_the_machine_that_it_names(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: Checked
 ) -> None:
     """By what is chosen for its GPUs; without any, its model is a tiny one.
 
@@ -192,13 +213,8 @@ def test_it_fits_the_machine_that_it_names(
             pytest.importorskip("chess")
         DATA[name](tmp_path)
         arguments += ["--data", str(tmp_path)]
-    seen: list[tuple[TrainConfig, list[Task]]] = []
-    monkeypatch.setattr(
-        "ttrl.cli.recipe_script.run_recipe",
-        lambda arguments, config, tasks, *_: seen.append((config, tasks)),
-    )
     run(name, monkeypatch, *arguments)
-    ((config, tasks),) = seen
+    ((config, tasks),) = looked_at
     assert name in DATA or len(tasks) >= config.tasks_per_iteration  # --check refuses fewer
     model = config.model.removeprefix("Qwen/").removesuffix("-Instruct").lower().replace("-", "_")
     made = choose(MODELS[model], config, [1e9 * int(said[2])] * numbers[said[1]])
@@ -328,18 +344,66 @@ def test_data_without_a_default_must_be_given(
     assert "--data" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["temporal_clue", "zebra_grid", "nyt_connections", "arc_agi"])
-def test_experiments_of_the_report_have_no_names_yet(
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(
+            number, marks=[pytest.mark.long] * (number not in ("010", "015", "041", "044", "048"))
+        )
+        for number in EXPERIMENTS
+    ],
+)
+def test_an_experiment_of_the_report(
+    number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It passes its check, tiny too, and is planned on its hardware without the hub.
+
+    Long for most: three commands each, and only this runs them. Settings and hardware of all:
+    tests/configs/test_experiments.py.
+    """
+    one = EXPERIMENTS[number]
+    arguments = ["--preset", number, "--run", str(tmp_path / "run")]
+    if one.recipe in DATA:
+        DATA[one.recipe](tmp_path)
+        arguments += ["--data", str(tmp_path)]
+    if one.settings().get("cpu_offload"):
+        on_cpu = ["--set", "cpu_offload=false"]
+    else:
+        on_cpu = []
+    run(one.recipe, monkeypatch, "--check", *arguments, "--model", "tiny", *on_cpu)
+    assert "held out; the settings are right" in capsys.readouterr().out
+    run(one.recipe, monkeypatch, "--check", "--tiny", *arguments)
+    assert capsys.readouterr().out.startswith("2 tasks")
+    plan = json.dumps({"gpu": f"{one.its_gpus}xH100"})
+    run(one.recipe, monkeypatch, *arguments, "--plan", plan)
+    text = capsys.readouterr().out
+    assert one.its_model in text and "does not fit" not in text, text
+
+
+def test_options_prevail_over_a_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    temporal_clue(tmp_path)
+    arguments = ["--run", str(tmp_path / "run"), "--data", str(tmp_path), "--preset", "044"]
+    run("temporal_clue", monkeypatch, *arguments)
+    own = ["--iterations", "7", "--model", "tiny", "--set", "lr=1e-5", "max_tokens=64"]
+    run("temporal_clue", monkeypatch, *arguments, *own)
+    (config, *_), (changed, *_) = trained
+    assert (config.model, config.iterations) == ("Qwen/Qwen2.5-14B-Instruct", 1000)
+    assert (config.max_tokens, config.recipe_settings["lr"]) == (8192, 6e-6)
+    assert config.early_stop == {"alpha": 0.992, "threshold": -2.5}
+    assert (changed.model, changed.iterations) == ("tiny", 7)
+    assert (changed.max_tokens, changed.recipe_settings["lr"]) == (64, 1e-5)
+    assert changed.early_stop == config.early_stop
+
+
+@pytest.mark.parametrize("name", ["temporal_clue", "zebra_grid", "arc_agi"])
+def test_an_experiment_of_another_recipe_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was known of four of them was the same for all, and was of others."""
-    arguments = ["--check", "--run", str(tmp_path / "run"), "--preset", "036"]
-    if name in DATA:
-        DATA[name](tmp_path)
-        arguments += ["--data", str(tmp_path)]
     with pytest.raises(SystemExit):
-        run(name, monkeypatch, *arguments)
-    assert "unrecognized arguments: --preset 036" in capsys.readouterr().err
+        run(name, monkeypatch, "--check", "--data", str(tmp_path), "--preset", "042")
+    assert "042" in capsys.readouterr().err
 
 
 def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
@@ -373,7 +437,8 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
         "--set",
         "tasks_per_iteration=5",
     )
-    ((config, tasks, validation_tasks),) = trained
+    ((config, *given),) = trained
+    config, tasks, validation_tasks = checked(config, *given, model=False)
     assert len(tasks) == 5 == config.tasks_per_iteration and tasks == validation_tasks
     assert (config.validation_temperature, config.validation_samples, config.stop_at) == (
         0.0,
@@ -388,42 +453,32 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
         task.messages[0]["content"] for task in tasks
     }
     assert "held-out" not in (out := capsys.readouterr().out) and "on the 5 training tasks" in out
-    with pytest.raises(UserError, match="--overfit is 0, but there are 4096 tasks"):
-        run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "0")
+    for count, said in (("0", "overfit is 0"), ("5000", "overfit is 5000, and there are 4,096")):
+        with pytest.raises(ConfigError, match=said):
+            run("sort_letters", monkeypatch, "--check", "--run", "r", "--overfit", count)
 
 
-def test_overfitting_refuses_what_it_would_have_to_override(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_overfit_is_a_setting_with_a_shortcut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Trained
 ) -> None:
-    """All at once, before the recipe makes anything; what a preset says is no contradiction."""
-    wrong = [
-        "tasks_per_iteration=32",
-        "validation_samples=8",
-        "stop_at=0.9",
-        "curriculum=true",
-        "validation_temperature=0",
-        "lrr=1",
-    ]
-    with pytest.raises(ConfigError) as caught:
-        run(
-            "sort_letters",
-            monkeypatch,
-            "--run",
-            str(tmp_path / "run"),
-            "--overfit",
-            "5",
-            "--set",
-            *wrong,
-        )
-    assert caught.value.problems == [
-        "--overfit 5 means curriculum=false, but --set sets curriculum=true; leave one out",
-        "--overfit 5 means stop_at=null, but --set sets stop_at=0.9; leave one out",
-        "--overfit 5 means tasks_per_iteration=5, but --set sets tasks_per_iteration=32; leave "
-        "one out",
-        "--overfit 5 means validation_samples=1, but --set sets validation_samples=8; leave one "
-        "out",
-        "neither a run nor a recipe has a setting 'lrr'; did you mean 'lr'?",
-    ]
+    """`--set overfit=32`, as a sweep says it, is `--overfit 32`; other settings prevail over what
+    both mean.
+    """
+    smaller = ["tasks_per_iteration=8", "stop_at=0.9", "validate_every=2"]
+    arguments = ["--run", str(tmp_path / "run")]
+    run("sort_letters", monkeypatch, *arguments, "--overfit", "32")
+    run("sort_letters", monkeypatch, *arguments, "--set", "overfit=32", *smaller)
+    (one, *_), (other, *_) = trained
+    shown = ("tasks_per_iteration", "stop_at", "validate_every", "validation_samples", "overfit")
+    assert [getattr(one, name) for name in shown] == [32, None, 1, 1, 32]
+    assert [getattr(other, name) for name in shown] == [8, 0.9, 2, 1, 32]
+    both = [*arguments, "--overfit", "5", "--set"]
+    with pytest.raises(
+        ConfigError, match="--overfit is 5, but --set sets overfit=6; leave one out"
+    ):
+        run("sort_letters", monkeypatch, *both, "overfit=6", "lrr=1")
+    with pytest.raises(ConfigError, match="overfit is 'many'; it must be a whole number"):
+        run("sort_letters", monkeypatch, "--check", *arguments, "--set", "overfit=many")
     assert not (tmp_path / "run").exists()
 
 
@@ -510,10 +565,9 @@ def test_levels_of_puzzles(
     levels_up = ["--set", "level_up_at=0.5", "curriculum=true"]
     for more in (levels_up, ["--overfit", "2060"], ["--tiny", *levels_up]):
         run("reasoning_puzzles", monkeypatch, *arguments, *more)
-    for config, tasks, held_out in trained:
-        checked(config, tasks, held_out, model=False)
-    (whole, *_), (overfit, *_), _ = trained
-    levels, none, tiny = ([task.level for task in tasks] for _, tasks, _ in trained)
+    made = [checked(*one, model=False) for one in trained]
+    (whole, *_), (overfit, *_), _ = made
+    levels, none, tiny = ([task.level for task in tasks] for _, tasks, _ in made)
     assert (whole.curriculum, whole.level_up_at, levels.count(0), levels.count(1)) == (
         True,
         0.5,
@@ -600,6 +654,7 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
                     "kl_estimator": "full",
                     "kl_after_steps": 20,
                     "entropy_coefficient": 0.005,
+                    "validation_metric": "reward",
                 },
             },
             "P",
@@ -619,7 +674,7 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
                     "gradient_noise": True,
                     "validation_samples": 8,
                 },
-                **{"validate_every": 8, "keep_checkpoints": 65},
+                **{"validate_every": 8, "keep_checkpoints": 65, "lora_rank": 78},
             },
             "r1",
         ),
@@ -638,6 +693,7 @@ def test_logs_by_their_names(
     style: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    looked_at: Checked,
 ) -> None:
     """What REQUIREMENTS.md says of them, and none of it is refused; a setting of its own prevails.
 
@@ -645,15 +701,6 @@ def test_logs_by_their_names(
     """
     if name == "chess_moves":
         pytest.importorskip("chess")
-    seen: list[tuple[TrainConfig, list[Task]]] = []
-
-    def checked(
-        config: TrainConfig, tasks: list[Task], *others: object, problems: list[str], **more: object
-    ) -> None:
-        assert not problems
-        seen.append((config, tasks))
-
-    monkeypatch.setattr("ttrl.cli.recipe_script.checked", checked)
     DATA[name](tmp_path)
     arguments = [
         "--check",
@@ -666,10 +713,47 @@ def test_logs_by_their_names(
     ]
     run(name, monkeypatch, *arguments)
     run(name, monkeypatch, *arguments, "--set", "lr=1e-4")
-    (config, tasks), (changed, _) = seen
+    (config, tasks), (changed, _) = looked_at
     values = {**config.recipe_settings, **config.to_dict()}
     assert {key: values[key] for key in settings} == settings and config.problems() == []
     assert tasks[0].grader.style == style and changed.recipe_settings["lr"] == 1e-4
+
+
+def test_the_adapter_of_the_entropy_study_has_90_million_parameters() -> None:
+    """Of Qwen2.5-1.5B; counted from the shapes of its matrices, and by the planner."""
+    preset = runpy.run_path(str(ROOT / "recipes" / "gsm8k.py"))["PRESETS"]["entropy-study"]
+    width, feed_forward, keys, layers = 1536, 8960, 2 * 128, 28
+    attention = 2 * (width + width) + 2 * (width + keys)
+    by_hand = layers * (attention + 3 * (width + feed_forward)) * preset["lora_rank"]
+    settings = {"lora_rank": preset["lora_rank"], "lora_alpha": preset["lora_alpha"]}
+    config = TrainConfig(run="r", model="m", iterations=1, training=settings).recipe_config({})
+    counted = adapter_parameters(decoder_parameters(MODELS["qwen2.5_1.5b"]), config)
+    assert counted == by_hand == 90_015_744
+
+
+@pytest.mark.parametrize("name", ["chess_batch", "chess_samples"])
+def test_the_ab_tests_of_the_chess_log_have_equal_compute(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    """A file for each; both arms are right runs on the same 32 positions, judged by their reward,
+    with as many samples in all.
+    """
+    pytest.importorskip("chess")
+    chess_moves(tmp_path)
+    sweep = read_sweep(ROOT / "recipes" / "sweeps" / f"{name}.yaml", ["--data", str(tmp_path)])
+    for command in sweep.commands().values():
+        if "--seed 0" in " ".join(command):
+            run("chess_moves", monkeypatch, *command[1:], "--model", "tiny")
+    made = [checked(*one, model=False) for one in trained]
+    assert len(made) == 2 and sweep.by == "flops"
+    (one, *asked_one), (other, *asked_other) = made
+    assert asked_one[0] == asked_one[1] == asked_other[1] and len(asked_one[0]) == 32
+    sizes = ("tasks_per_iteration", "samples_per_task", "iterations")
+    shapes = [[getattr(config, size) for size in sizes] for config in (one, other)]
+    assert shapes[0] != shapes[1] and math.prod(shapes[0]) == math.prod(shapes[1])
+    for config in (one, other):
+        assert config.validation_metric == "reward" and config.validate_every == 1
+        assert config.resolved_validation_temperature == 0
 
 
 def test_a_base_model_is_asked_in_plain_text(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.nvidia_smi import HEADERS, pretend, pretend_failure
+from support.nvidia_smi import pretend, pretend_failure
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "install.py"
@@ -183,14 +183,15 @@ def test_another_extra_installs_again(tmp_path: Path) -> None:
 
 
 def test_whatever_determines_the_versions_is_in_the_digest(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    install: ModuleType, tmp_path: Path
 ) -> None:
+    files = [install.PYPROJECT, install.VERSIONS]
     digests = {install.digest(["cpu"]), install.digest(["cpu", "dev"])}
-    for name in ("VERSIONS", "PYPROJECT"):
-        changed = tmp_path / name
-        changed.write_bytes(getattr(install, name).read_bytes() + b"\n")
-        monkeypatch.setattr(install, name, changed)
-        digests.add(install.digest(["cpu"]))
+    assert install.digest(["cpu"], files) in digests
+    for number in range(2):
+        changed = tmp_path / "changed"
+        changed.write_bytes(files[number].read_bytes() + b"\n")
+        digests.add(install.digest(["cpu"], [*files[:number], changed, *files[number + 1 :]]))
     assert len(digests) == 4
 
 
@@ -242,14 +243,12 @@ def test_an_installation_that_failed_or_was_killed_is_repeated(tmp_path: Path) -
 
 
 def test_too_little_room_or_a_wrong_extra_is_said_before_anything_is_done(
-    install: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(install.GIGABYTES, "cpu", 10**9)
-    assert install.main([str(tmp_path / "venv"), "--extras", "cpu,dev"]) == 1
-    assert re.search(r"GB are free .* about 1000000000 GB are needed", capsys.readouterr().err)
+    with pytest.raises(
+        install.InstallError, match=r"GB are free .* about 1000000000 GB are needed"
+    ):
+        install.install(tmp_path / "venv", ["cpu", "dev"], gigabytes={"cpu": 10**9})
     assert install.main([str(tmp_path / "venv"), "--extras", "cpu,dve"]) == 1
     assert "no extra named dve" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -351,7 +350,7 @@ def test_the_gpu_extra_is_what_pip_would_install(
 
 
 def install_beside(
-    folder: Path, patch: pytest.MonkeyPatch, driver: str | None, *options: str
+    folder: Path, patch: pytest.MonkeyPatch, driver: str | None, *options: str, header: str = ""
 ) -> tuple[int, str, str]:
     """Run the command beside a pretended driver; return its exit code, what it did last, and what
     it said of errors.
@@ -359,7 +358,7 @@ def install_beside(
     if driver is None:
         pretend_failure(folder / "bin", patch)
     else:
-        pretend(folder / "bin", patch, driver)
+        pretend(folder / "bin", patch, driver, header)
     done = run_tool(folder / "venv", *options)
     return done.returncode, "".join(calls(folder / "venv")[-1:]), done.stderr
 
@@ -403,11 +402,11 @@ def test_the_installer_does_what_the_readme_says_of_gpus(
     assert install.GIGABYTES["gpu"] == gigabytes
     old = f"{driver - 1}.99"
     new = f"{driver}.10"
-    monkeypatch.setitem(HEADERS, old, f"Driver Version: {old}  CUDA Version: {cuda - 1}.9")
-    monkeypatch.setitem(HEADERS, new, f"Driver Version: {new}  CUDA Version: {cuda}.0")
-    code, did, error = install_beside(tmp_path, monkeypatch, old)
+    header = f"Driver Version: {old}  CUDA Version: {cuda - 1}.9"
+    code, did, error = install_beside(tmp_path, monkeypatch, old, header=header)
     assert (code, did) == (1, "") and f"needs driver {driver} or newer" in error
-    code, did, _ = install_beside(tmp_path, monkeypatch, new)
+    header = f"Driver Version: {new}  CUDA Version: {cuda}.0"
+    code, did, _ = install_beside(tmp_path, monkeypatch, new, header=header)
     assert code == 0 and did.endswith(GPU)
 
 
@@ -508,35 +507,25 @@ def test_the_recipes_need_what_they_are_known_to_need() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "attribute", "value", "words"),
+    ("changes", "words"),
     [
-        ("sys", "version_info", (3, 15, 0), "3.11, 3.12, 3.13 and 3.14"),
-        ("sysconfig", "get_config_var", lambda name: 1, "not free-threaded"),
-        ("sys", "platform", "darwin", "run on Linux"),
-        ("platform", "machine", lambda: "riscv64", "linux on riscv64"),
+        ({"version": (3, 15, 0)}, "3.11, 3.12, 3.13 and 3.14"),
+        ({"is_free_threaded": True}, "not free-threaded"),
+        ({"system": "darwin"}, "run on Linux"),
+        ({"machine": "riscv64"}, "linux on riscv64"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_done(
-    install: ModuleType,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    place: str,
-    attribute: str,
-    value: Any,
-    words: str,
+    install: ModuleType, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(getattr(install, place), attribute, value)
-        reason = install.unfit()
-    assert words in reason
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(install, "unfit", lambda: reason)
-        assert install.main([str(tmp_path / "venv")]) == 1
-    assert reason in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    here = install.this_machine()._replace(**changes)
+    with pytest.raises(install.InstallError, match=re.escape(words)):
+        install.install(tmp_path / "venv", ["cpu"], here=here)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_this_python_and_machine_are_fit(install: ModuleType) -> None:
-    assert install.unfit() == ""
+    assert install.unfit(install.this_machine()) == ""
 
 
 def test_a_python_that_is_too_old_is_told_so(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ttrl import sft_recipe
 from ttrl.configs import SFTConfig
@@ -229,8 +229,12 @@ def test_the_lines_of_a_run(model, tmp_path):
     assert (tmp_path / "profile" / "rank-0.json").is_file()
 
 
-def test_losses_that_are_not_finite_stop_the_run(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(sft_recipe, "weighted_loss", lambda weights, logprobs, at: logprobs / 0)
+def test_losses_that_are_not_finite_stop_the_run(model, tmp_path):
+    """Of a model whose weights are finite, and whose logits are not."""
+    model = shutil.copytree(model, tmp_path / "overflowing")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] *= 3e38
+    save_file(tensors, model / "model.safetensors")
     with pytest.raises(
         DivergedError, match=r"step 2: .*losses are not finite; the first is in microbatch 0"
     ):
@@ -293,3 +297,34 @@ def test_an_end_must_be_given_and_be_within_reach(model, tmp_path):
         sft_recipe.train_on_examples(
             config(model, tmp_path, lines, steps=None, flops=1.0), Ranks(0, 1, torch.device("cpu"))
         )
+
+
+def test_the_loss_of_held_out_conversations_is_that_of_transformers(model, tmp_path):
+    """Of the trained weights, over the assistant's tokens; training itself takes no notice."""
+    others = [conversation(f"{n}+1?", str(n + 1)) for n in range(5)]
+    (tmp_path / "others.jsonl").write_text("".join(json.dumps(one) + "\n" for one in others))
+    plain = train(model, tmp_path)
+    rows = train(model, tmp_path, held_out=str(tmp_path / "others.jsonl"), rows_per_microbatch=2)
+    added = {"held_out_loss", "held_out_flops"}
+    for before, after in zip(plain, rows, strict=True):
+        assert before.keys() == after.keys() - added
+        for name in ("loss", "grad_norm", "entropy", "flops_by_part", "trained_tokens"):
+            assert after[name] == pytest.approx(before[name], rel=1e-5), name
+    assert not added & rows[0].keys()
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").double()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    losses = []
+    for one in others:
+        ids = tokenizer.apply_chat_template(one["messages"], return_dict=False)
+        asked = tokenizer.apply_chat_template(
+            one["messages"][:1], add_generation_prompt=True, return_dict=False
+        )
+        labels = torch.tensor([[-100] * len(asked) + ids[len(asked) :]])
+        with torch.no_grad():
+            loss = trained(torch.tensor([ids]), labels=labels).loss
+        losses.append((float(loss), len(ids) - len(asked)))
+    mean = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+    assert rows[-1]["held_out_loss"] == pytest.approx(mean, rel=1e-5)
+    assert 0 < rows[-1]["held_out_flops"] < rows[-1]["flops"]
+    with pytest.raises(ConfigError, match=r"none\.jsonl' is missing or empty"):
+        train(model, tmp_path, held_out=str(tmp_path / "none.jsonl"))

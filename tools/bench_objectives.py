@@ -90,11 +90,6 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], str, str]] = {
     "tis-sequence": ({"off_policy": "sequence"}, "std", "token"),
     "masked": ({"off_policy": "mask", "off_policy_cap": 5.0}, "std", "token"),
     "implicit": ({"token_rewards": "implicit", **REFERENCE}, "std", "token"),
-    "implicit-strong": (
-        {"token_rewards": "implicit", "implicit_beta": 0.05, **REFERENCE},
-        "std",
-        "token",
-    ),
     "value-head": ({"value_head": True, "value_lr": 1e-3, "lam": 0.95}, "std", "token"),
 }
 MAIN = "ppo,reinforce,tanh,gspo,cispo,clip-cov,kl-cov,implicit,value-head"

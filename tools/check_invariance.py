@@ -18,7 +18,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks, grid
 from ttrl.training.parallel.sharding import full_tensor
 from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.policy import Policy
 from ttrl.training.prepass import Prepass
 from ttrl.training.step import GradientStep
 from ttrl.training.stepper import Stepper
@@ -287,11 +288,19 @@ def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     return math.sqrt(square / sum(float(tensor.square().sum()) for tensor in theirs.values()))
 
 
-def errors_of(way: Way, inputs: Inputs, here: Ranks) -> tuple[float, float]:
-    """Of the gradient, and of the change by one SGD step, both relative. A collective."""
+def errors_of(
+    way: Way,
+    inputs: Inputs,
+    here: Ranks,
+    load: Callable[[GRPOConfig, Ranks], Policy] = load_policy,
+) -> tuple[float, float]:
+    """Of the gradient, and of the change by one SGD step, both relative. A collective.
+
+    load: loads the policy.
+    """
     config = inputs.config({"device": here.device.type, **way.settings})
     packed = inputs.packed(way.order)
-    policy = load_policy(config, here)
+    policy = load(config, here)
     stepper = Stepper(policy, config, here)
     steps = updates(packed, 1, (0, 1), here, policy.decoder.config)
     objective = objective_from(config)

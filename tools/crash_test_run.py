@@ -29,10 +29,10 @@ try:
 except ImportError:
     import httpx as http
 
-from ttrl import Task, TrainConfig, train
+from ttrl import Task, TrainConfig
 from ttrl.errors import ServerError
 from ttrl.facts import Sync
-from ttrl.loop import train as loop_of_run
+from ttrl.loop.train import Parts, train_checked
 
 TASKS_PER_ITERATION = 3
 SAMPLES = 4
@@ -301,7 +301,6 @@ def main() -> int:
     arguments = parser.parse_args()
     RecordedServer.recording = Recording(arguments.recording, writable=arguments.record)
     RecordedServer.requests, RecordedServer.model = arguments.requests, Path(arguments.model)
-    loop_of_run.PolicyServer = RecordedServer  # type: ignore[assignment, misc]
     settings = {
         "run": arguments.run,
         "model": arguments.model,
@@ -317,11 +316,12 @@ def main() -> int:
     # One epoch: each task belongs to one iteration, so that a request tells which one it was made
     # for.
     training = tasks("task", arguments.iterations * TASKS_PER_ITERATION)
-    train(
+    train_checked(
         TrainConfig(**(settings | arguments.settings)),
         training,
         tasks("held-out", VALIDATION),
         quiet=True,
+        parts=Parts(server=RecordedServer),
     )
     return 0
 

@@ -37,7 +37,9 @@ import subprocess
 import sysconfig
 import tempfile
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -73,16 +75,31 @@ class InstallError(Exception):
     """Set-up cannot go on; the message says what to do."""
 
 
-def unfit() -> str:
-    """Return why the packages have no wheels for this Python or machine, or an empty text."""
-    if sys.version_info >= (3, 15) or sysconfig.get_config_var("Py_GIL_DISABLED"):
+class Here(NamedTuple):
+    """This Python and machine."""
+
+    version: tuple[int, ...]
+    is_free_threaded: bool
+    system: str
+    machine: str
+
+
+def this_machine() -> Here:
+    """Return the Python and machine that run this tool."""
+    is_free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    return Here(tuple(sys.version_info), is_free_threaded, sys.platform, platform.machine())
+
+
+def unfit(here: Here) -> str:
+    """Return why the packages have no wheels for a Python or machine, or an empty text."""
+    if here.version >= (3, 15) or here.is_free_threaded:
         return (
             f"this is Python {platform.python_version()} ({sys.executable}); vLLM has wheels for "
             "the usual (not free-threaded) 3.11, 3.12, 3.13 and 3.14: make PYTHON=python3.12 ..."
         )
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+    if here.system != "linux" or here.machine not in ("x86_64", "aarch64"):
         return (
-            f"this is {sys.platform} on {platform.machine()}; vLLM and ttrl run on Linux on "
+            f"this is {here.system} on {here.machine}; vLLM and ttrl run on Linux on "
             "x86_64 or aarch64 (WSL is Linux)"
         )
     return ""
@@ -110,10 +127,10 @@ def pin_of(name: str) -> str:
     return str(line)
 
 
-def digest(extras: list[str]) -> str:
+def digest(extras: list[str], files: Sequence[Path] = (PYPROJECT, VERSIONS)) -> str:
     """Return a digest of everything that determines what is installed."""
     result = hashlib.sha256(f"{sys.version_info[:2]} {sorted(extras)} {REPOSITORY}".encode())
-    for path in (PYPROJECT, VERSIONS, Path(__file__)):
+    for path in (*files, Path(__file__)):
         result.update(path.read_bytes())
     return result.hexdigest()
 
@@ -219,9 +236,18 @@ def check_room(folder: Path, gigabytes: int) -> None:
         )
 
 
-def install(folder: Path, extras: list[str]) -> None:
-    """Bring an environment to what pyproject.toml and the tested versions say."""
-    reason = unfit()
+def install(
+    folder: Path,
+    extras: list[str],
+    *,
+    here: Here | None = None,
+    gigabytes: Mapping[str, int] = GIGABYTES,
+) -> None:
+    """Bring an environment to what pyproject.toml and the tested versions say.
+
+    here: the Python and machine. gigabytes: the disk an environment needs, by its kind.
+    """
+    reason = unfit(here or this_machine())
     if reason:
         raise InstallError(reason)
     auto = "gpu" if "auto" in extras and nvidia.gpu_names() else "cpu"
@@ -232,10 +258,10 @@ def install(folder: Path, extras: list[str]) -> None:
         return
     check_extras(folder, extras)
     kind = "gpu" if "gpu" in extras else "cpu"
-    check_room(folder, GIGABYTES[kind])
+    check_room(folder, gigabytes[kind])
     print(
         f"Setting up {folder} with Python {platform.python_version()} "
-        f"(once; a minute or more, up to {GIGABYTES[kind]} GB with the downloads)",
+        f"(once; a minute or more, up to {gigabytes[kind]} GB with the downloads)",
         flush=True,
     )
     environment = Environment(folder)

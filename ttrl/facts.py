@@ -218,6 +218,35 @@ class GradientNoise(Facts):
     gain: Number = None
 
 
+class StepEntropy(Facts):
+    """A step's predicted effect on the entropy: see `ttrl.instruments.online_entropy`."""
+
+    first: Number = None
+    """δH₁, in nats per answer, of the update by the other tasks."""
+    naive: Number = None
+    """The same of the whole update, measured on its own answers."""
+    entropy: Number = None
+    """H before the step."""
+    error: Number = None
+    """Standard error of H, over tasks."""
+    tasks: Count = None
+    answers: Count = None
+    seconds: Number = None
+
+
+class EntropyResponse(Facts):
+    """The means over an iteration's measured steps, and their cost."""
+
+    steps: Count = None
+    """Measured ones."""
+    first: Number = None
+    naive: Number = None
+    entropy: Number = None
+    seconds: Number = None
+    share: Number = None
+    """The measurements' share of the time of all steps."""
+
+
 class StepMeans(Facts):
     """Figures of a step; an iteration has their means over its steps."""
 
@@ -237,6 +266,8 @@ class StepMeans(Facts):
     correction: Number = None
     capped_fraction: Number = None
     value_error: Number = None
+    reward_model_loss: Number = None
+    reward_model_accuracy: Number = None
     matmul_peak: Number = None
     kl_coefficient: Number = None
 
@@ -276,6 +307,7 @@ class Step(StepFigures):
     ratio_min: Number = None
     ratio_max: Number = None
     value_grad_norm: Number = None
+    reward_model_grad_norm: Number = None
     normaliser: Number = None
     flops_per_second: Number = None
     routing: RouterFigures | None = None
@@ -286,6 +318,10 @@ class Step(StepFigures):
     flops_by_part: dict[str, float] | None = None
     sampler_trainer: SamplerTrainer | None = None
     gradient_noise: StepNoise | None = None
+    entropy_response: StepEntropy | None = None
+    held_out_loss: Number = None
+    """Of supervised training, in its last line: over the conversations in `held_out`."""
+    held_out_flops: Number = None
 
 
 class TrainFigures(StepFigures):
@@ -698,15 +734,23 @@ class Flops(Facts):
     recomputation: Number = None
     prepass: Number = None
     reference: Number = None
+    reward_model: Number = None
     total: Number = None
     cumulated: Number = None
 
     @property
     def before_gradient(self) -> float | None:
-        """Return the FLOPs of the passes before the gradient, of policy and reference."""
-        if self.prepass is None and self.reference is None:
+        """Return the FLOPs before the policy's gradient: passes of policy and reference, and the
+        reward model's training.
+        """
+        known = [
+            flops
+            for flops in (self.prepass, self.reference, self.reward_model)
+            if flops is not None
+        ]
+        if not known:
             return None
-        return (self.prepass or 0.0) + (self.reference or 0.0)
+        return sum(known)
 
 
 FLOPS_PARTS = Flops.__struct_fields__[:-2]
@@ -781,6 +825,7 @@ class MetricsRow(Facts):
     train: TrainFigures = TrainFigures()
     sampler_trainer: SamplerTrainer | UnsetType | None = UNSET
     gradient_noise: GradientNoise = GradientNoise()
+    entropy_response: EntropyResponse = EntropyResponse()
     validation_reward: Figure = UNSET
     validation: dict[str, float] | None = None
     validation_samples: Count = None

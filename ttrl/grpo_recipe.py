@@ -30,6 +30,7 @@ from torchtune.config import parse
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.instruments.gradient_noise import step_noise
+from ttrl.instruments.online_entropy import OnlineEntropy
 from ttrl.records import Canary
 from ttrl.training.batches import check_pack, replayed, updates
 from ttrl.training.checkpoints import canary_of, save_checkpoint
@@ -96,7 +97,7 @@ def take_steps(
     """Take the optimizer steps of an iteration, a line in the log for each; return how many. A
     collective.
     """
-    policy, stepper, values = trained
+    policy, stepper, values, rewards = trained
     value_head = None if values is None else values.head
     steps = updates(
         packed,
@@ -111,8 +112,9 @@ def take_steps(
     )
     profiler = Profiler(config.output_dir, config.profile_steps, here)
 
+    first_step = stepper.global_step
     prepass = Prepass(
-        policy, packed, steps, objective, config, here, stepper.global_step, value_head
+        policy, packed, steps, objective, config, here, first_step, value_head, rewards
     )
     with watch.part("prepass"):
         prepass.run()
@@ -124,7 +126,11 @@ def take_steps(
     gradient = GradientStep(
         policy, config, here, watch, progress, value_head, prepass.reference_head, pieces
     )
+    online = None
+    if config.entropy_every is not None:
+        online = OnlineEntropy(config, trained, prepass, here)
     for number, step in enumerate(steps):
+        response = None
         with profiler.step(f"optimizer step {stepper.global_step + 1}"):
             with watch.part("prepass"):
                 prepass.choose(number)
@@ -142,13 +148,25 @@ def take_steps(
                 drift = compare_tokens(
                     [step], *result.compared, (packed.num_rows, packed.seq_len), config, here
                 )
+            if online is not None and online.is_due(stepper.global_step):
+                with watch.part("entropy"):
+                    response = online.measure(step, now, scale)
             with watch.part("optimizer"):
                 taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
         row = step_metrics(result, step, taken).replace(
             global_step=stepper.global_step, iteration=config.iteration
         )
+        if prepass.reward_passes:
+            learned = prepass.reward_passes[number]
+            row = row.replace(
+                reward_model_loss=learned.loss,
+                reward_model_accuracy=learned.accuracy,
+                reward_model_grad_norm=learned.grad_norm,
+            )
         if result.pieces is not None:
             row = row.replace(gradient_noise=step_noise(result.pieces))
+        if response is not None:
+            row = row.replace(entropy_response=response)
         if config.kl_coefficient or config.watch_kl:
             row = row.replace(kl_coefficient=now.kl_coefficient)
         if number == 0:

@@ -38,7 +38,7 @@ from ttrl.records import TokenizedResult
 from ttrl.system.files import read_jsonl
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.counts import token_counts, work_counts
+from ttrl.training.counts import forward_work, token_counts, work_counts
 from ttrl.training.faults import Finite, memory_advice
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.weights import check_head
@@ -46,6 +46,7 @@ from ttrl.training.parallel.distributed import Ranks, derived_generator, recipe_
 from ttrl.training.policy.adapters import base_folder
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
+from ttrl.training.prepass import row_signals
 from ttrl.training.step import TOKENS
 from ttrl.training.step_metrics import Sums
 from ttrl.training.stepper import Stepper
@@ -57,6 +58,9 @@ logger = logging.getLogger("ttrl.sft_recipe")
 
 def train_on_examples(config: SFTConfig, here: Ranks) -> None:
     examples, pad_id = read_examples(config)
+    held_out = None
+    if config.held_out is not None:
+        held_out, _ = read_examples(config, config.held_out)
     with memory_advice(config, config.seq_len):
         policy = load_policy(config, here)
         stepper = Stepper(policy, config, here, config.state)
@@ -96,7 +100,11 @@ def train_on_examples(config: SFTConfig, here: Ranks) -> None:
             )
             if config.save_state:
                 stepper.save(Path(config.output_dir, "state"))
-        log.close()
+        results: dict[str, float] = {}
+        if held_out is not None:
+            with watch.part("held_out"):
+                results = measure_held_out(held_out, pad_id, config, policy, here)
+        log.close(**results)
 
 
 def packs(
@@ -160,33 +168,52 @@ def accumulate_gradients(
     )
 
 
+def measure_held_out(
+    examples: list[TokenizedResult], pad_id: int, config: SFTConfig, policy: Policy, here: Ranks
+) -> dict[str, float]:
+    """Return the mean -log π of the trained tokens of conversations, and the FLOPs for it. A
+    collective.
+    """
+    packed = packed_tensors_from_tokenized_results(examples, seq_len=config.seq_len, pad_id=pad_id)
+    check_pack(packed, policy)
+    (step,) = updates(packed, 1, (config.seed, 0), here, policy.decoder.config)
+    logprobs = row_signals(policy, step, config, here.device)["start_logprobs"]
+    sums = Sums()
+    # Zero weights mark the rows that fill up the ranks.
+    sums.add(loss=torch.where(step.rows.weights > 0, -logprobs * step.rows.weights, 0.0).sum())
+    return {
+        "held_out_loss": sums.over_ranks(here)["loss"] / step.normaliser,
+        "held_out_flops": forward_work(packed, policy.decoder.config, config),
+    }
+
+
 def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
     """Return w·(-log π) of the tokens in `at`."""
     return -logprobs_n * weights_N[at]
 
 
-def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
+def read_examples(config: SFTConfig, data: str | None = None) -> tuple[list[TokenizedResult], int]:
     """Return all conversations short enough for a row as token sequences, and the id to pad with.
+    data: their file; None: the config's.
     Raises ConfigError if there are none, or a line is not a conversation; ModelFolderError if the
     tokenizer cannot be loaded.
     """
+    data = data or config.data
     # Names the faults of a folder; the tokenizer would ask the hub for it.
     hf_config = read_config(config.model, config.decoder)
     if hf_config.tie_word_embeddings:
         check_head(base_folder(config))
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
-        rows = read_jsonl(config.data, appended=False)
+        rows = read_jsonl(data, appended=False)
     except OSError as error:
         raise ModelFolderError(
             f"{config.model}: the tokenizer cannot be loaded: {error}"
         ) from error
     except ValueError as error:
-        raise ConfigError(config.data, [str(error)]) from error
+        raise ConfigError(data, [str(error)]) from error
     if not rows:
-        raise ConfigError(
-            "sft_recipe config", [f"data is {config.data!r}, but it is missing or empty"]
-        )
+        raise ConfigError("sft_recipe config", [f"the file {data!r} is missing or empty"])
     if tokenizer.pad_token_id is not None:
         pad_id = tokenizer.pad_token_id
     else:
@@ -201,12 +228,10 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
             isinstance(message, dict) for message in messages
         ):
             raise ConfigError(
-                f"{config.data}, line {number}",
+                f"{data}, line {number}",
                 ['not a conversation; a line is {"messages": [{"role": …, "content": …}, …]}'],
             )
-        examples += conversation(
-            tokenizer, messages, row.get("tools"), f"{config.data}, line {number}"
-        )
+        examples += conversation(tokenizer, messages, row.get("tools"), f"{data}, line {number}")
     fitting = [example for example in examples if len(example.token_ids) <= config.seq_len]
     if len(fitting) < len(examples):
         logger.warning(

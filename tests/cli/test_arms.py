@@ -1,8 +1,7 @@
 """Arms at equal FLOPs: what SFT is trained on, what is asked when, how it goes on, and the report.
 
 Supervised training is the recipe's own, in this process. RL is a run folder made up here, whose
-FLOPs are therefore known; held-out tasks are answered by a server that sorts all words that have no
-a.
+FLOPs are known; held-out tasks are answered by a server that sorts all words that have no a.
 """
 
 import dataclasses
@@ -14,26 +13,41 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.chat_server import ChatHandler, threaded
+from openai import AsyncOpenAI
+from support.chat_server import ChatHandler, choice, completion, threaded
 from support.facts import mark
 
-from ttrl import TrainConfig, evaluate, sft_recipe
+from ttrl import TrainConfig, evaluate, plan, sft_recipe
 from ttrl.cli import arms
-from ttrl.cli.arms import HeldOut, Supervised, run_arms, supervised_first, supervised_run
+from ttrl.cli.arms import Supervised, run_arms, supervised_first
+from ttrl.cli.plan_command import PlanOptions
 from ttrl.configs import SFTConfig
 from ttrl.errors import ConfigError, RunFolderError, UserError
-from ttrl.facts import TrainFacts
+from ttrl.facts import Sync, TrainFacts
+from ttrl.loop import equal_flops
+from ttrl.loop import supervised_run as supervised_module
+from ttrl.loop.supervised_run import HeldOut, held_out_config, supervised_run
+from ttrl.plans.plan import Plan
 from ttrl.plans.supervised import Hardware
+from ttrl.report.compared_runs import spent
 from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.reader import read_run
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
+from ttrl.text import si_spaced
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.parallel.distributed import Ranks
+
+try:
+    import httpx2 as http
+except ImportError:
+    import httpx as http
 
 pytestmark = pytest.mark.usefixtures("short_canaries")
 QWEN = json.loads(
     (Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text()
 )["qwen2.5_7b"]
+PROBED = PlanOptions(probe=True)
 TASKS = get_sort_letters_tasks("train", 64, partial_credit=0)
 HELD_OUT = get_sort_letters_tasks("validation", 12, partial_credit=0)
 EXAMPLES = sort_letters_examples(16)
@@ -41,10 +55,56 @@ EXAMPLES = sort_letters_examples(16)
 EACH = {"prefill": 2e6, "decode": 6e6, "training": 1.2e7, "recomputation": 9e7, "validation": 4e6}
 
 
+def reply_to(body):
+    word = body["messages"][-1]["content"].removeprefix("sort: ")
+    return word if "a" in word else "".join(sorted(word))
+
+
 class _Sorter(ChatHandler):
     def reply(self, body):
-        word = body["messages"][-1]["content"].removeprefix("sort: ")
-        return (word if "a" in word else "".join(sorted(word))), "stop"
+        return reply_to(body), "stop"
+
+
+class _Servers:
+    """Stands in for PolicyServer: any policy answers as the sorter does. `done` is the record."""
+
+    done: list
+
+    def __init__(self, config, logs, console, **_):
+        self.run = Path(config.run).name
+        self.up = False
+        assert config.validation_samples == 1 and config.device != "auto"
+
+    def serve(self, checkpoint, handover=None, start_from=None):
+        assert (checkpoint / "config.json").exists()
+        if not self.up:
+            self.done.append(("server", self.run))
+        self.up = True
+        self.done.append(("ask", self.run, int(checkpoint.parent.name)))
+        return Sync(mode="reload", seconds=0.0)
+
+    def rest(self):
+        if self.up:
+            self.done.append(("rest", self.run))
+
+    def stop(self):
+        self.up = False
+
+    def check(self):
+        assert self.up
+
+    model_name = "policy"
+
+    def endpoints(self):
+        def answer(request):
+            if request.method == "GET":
+                return http.Response(404)
+            body = json.loads(request.content)
+            assert body["temperature"] == 0 and body["max_tokens"] == 9
+            return http.Response(200, json=completion([choice(0, reply_to(body))]).body)
+
+        client = http.AsyncClient(transport=http.MockTransport(answer))
+        return [AsyncOpenAI(base_url="http://fake/v1", api_key="k", http_client=client)]
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +180,11 @@ def world(address, answers, monkeypatch):
         (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return types.SimpleNamespace(checkpoint=Path(config.model))
 
-    for name, replacement in (("tune", tune_here), ("evaluate", ask_there), ("train", train)):
+    for name, replacement in (("evaluate", ask_there), ("train", train)):
         monkeypatch.setattr(arms, name, replacement)
+    for name, replacement in (("tune", tune_here), ("PolicyServer", _Servers)):
+        monkeypatch.setattr(supervised_module, name, replacement)
+    _Servers.done = done
     torch.set_num_threads(1)  # two of them wait for each other longer than such a model computes
     yield done
     torch.set_num_threads(threads)
@@ -141,20 +204,25 @@ def settings(model, tmp_path):
     }
 
 
+def asked_of(model, metric="exact"):
+    config = TrainConfig(run="", model=str(model), iterations=1, max_tokens=9, device="cpu")
+    return HeldOut(HELD_OUT, held_out_config(config.resolved(False), metric))
+
+
 def given(tmp_path, **others):
     plain = {
         "seeds": 2,
+        "sft": ["lr=1e-3"],
         "points": 2,
         "sets": None,
         "sets_n": None,
         "arm": [],
         "set": [],
         "check": False,
-        "plan": False,
+        "plan": None,
     }
-    return types.SimpleNamespace(
-        run=tmp_path / "run", seed=0, overfit=None, model="", **plain | others
-    )
+    fixed = {"run": tmp_path / "run", "seed": 0, "model": ""}
+    return types.SimpleNamespace(**fixed | plain | others)
 
 
 def run(arguments, model):
@@ -172,7 +240,7 @@ def run(arguments, model):
         TASKS,
         HELD_OUT,
         start=start,
-        sft=Supervised(EXAMPLES, {**own, "lr": 1e-3}),
+        sft=Supervised(EXAMPLES, {**own, "lr": 1e-3 / 4}),
         sets=sets,
     )
 
@@ -208,18 +276,18 @@ def test_sft_takes_as_many_flops_as_rl(world, model, tmp_path):
     assert (tmp_path / "run" / "compare.html").read_text().count("<svg") == 4
     # Every answer without an a is right from the beginning: the start is not trained, and every arm
     # is as good.
-    assert [one for one in world if one[1] == "start"] == [] and world[0] == (
-        "ask",
-        "model",
-        "held-out",
-    )
+    assert [one for one in world if one[1] == "start"] == [("server", "start"), ("ask", "start", 0)]
+    # RL's answers by the start are taken over; one server answers at both points.
+    assert [one for one in world if one[1] == "SFT-1" and one[0] != "train"] == [
+        *[("server", "SFT-1"), ("ask", "SFT-1", 1), ("rest", "SFT-1"), ("ask", "SFT-1", 2)],
+    ]
     before = len(world)
     assert run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model) == said
     assert [one[0] for one in world[before:]] == ["RL"] * 4  # whose finished runs say so themselves
 
 
 def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, tmp_path):
-    own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
+    own, asked = settings(model, tmp_path), asked_of(model)
     right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
     assert 0.2 < right < 1
     checkpoint = supervised_run(
@@ -246,7 +314,7 @@ def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, t
         supervised_run(
             tmp_path / "other",
             own,
-            HeldOut(HELD_OUT, "format", {"max_tokens": 9}),
+            asked_of(model, "format"),
             by="steps",
             marks=[2],
         )
@@ -256,7 +324,7 @@ def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
     """After a piece was trained but not asked, and in the middle of a piece: to the same
     weights.
     """
-    own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
+    own, asked = settings(model, tmp_path), asked_of(model)
     whole = supervised_run(tmp_path / "whole", own, asked, by="steps", marks=[2, 4])
     supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2])
     (tmp_path / "killed" / "config.yaml").unlink()
@@ -269,7 +337,7 @@ def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
     (folder.iteration(2).path / "train.jsonl").write_text("{}\n")
     world.clear()
     last = supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2, 4])
-    assert [one[0] for one in world] == ["ask", "train", "ask"]
+    assert [one[0] for one in world] == ["server", "ask", "rest", "train", "ask"]
     assert (last / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
@@ -282,8 +350,8 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, t
     start = Supervised(
         EXAMPLES, {"batch_size": 2, "seq_len": 64, "lr": 1e-3}, marks=[2, 3], stop_at=right + 0.01
     )
-    for looked in ("check", "plan", "tiny"):
-        arguments = given(tmp_path, **{"tiny": False, looked: True})
+    for looked in ({"check": True}, {"plan": PROBED}, {"tiny": True}):
+        arguments = given(tmp_path, **{"tiny": False, **looked})
         assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
     assert "start: 1 process in fp32, each with up to" in capsys.readouterr().out
     for looked in ({"check": True}, {}):
@@ -338,7 +406,7 @@ def gpus(world, monkeypatch):
     here = TrainConfig.resolved
     # So does `train` there.
     monkeypatch.setattr(TrainConfig, "resolved", lambda config, cuda: here(config, True))
-    monkeypatch.setattr(arms, "tune", tune_there)
+    monkeypatch.setattr(supervised_module, "tune", tune_there)
     monkeypatch.setattr(Hardware, "of", of)
     return started
 
@@ -409,7 +477,7 @@ def test_what_does_not_fit_a_start_is_told_before_it_begins(
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["RL", "start"]
     monkeypatch.setattr(Hardware, "of", lambda config: Hardware([80e9], 1e12))
     monkeypatch.setattr(
-        arms, "supervised_run", lambda run, settings, *more, **others: settings["data"]
+        equal_flops, "supervised_run", lambda run, settings, *more, **others: settings["data"]
     )
     assert supervised_first(
         given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start
@@ -418,13 +486,28 @@ def test_what_does_not_fit_a_start_is_told_before_it_begins(
 
 
 def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(arms, "run_recipe", lambda *given: "the run's plan")
-    monkeypatch.setattr(arms, "_sft_plan", lambda run: "")
-    said = run(given(tmp_path, plan=True), model)
-    assert said.startswith(
-        "the run's plan\n\nSupervised training\n  start: 2 processes in bf16, each with up to"
+    def planned(arguments, config, *more):
+        made = plan(dataclasses.replace(config, device="cpu"), TASKS, HELD_OUT)
+        made.save(Path(config.run))
+        return "the run's plan"
+
+    monkeypatch.setattr(arms, "run_recipe", planned)
+    said = run(given(tmp_path, plan=PROBED, seeds=None, sft=[], model="m"), model)
+    parts = said.split("\n\n")
+    assert parts[0] == "the run's plan"
+    assert parts[2].startswith("Supervised training\n  start: 2 processes in bf16, each with up to")
+    assert "\n  SFT: 2 processes in bf16" in parts[2] and not gpus
+    sft, search, one, five = parts[1].splitlines()
+    made = Plan.load(tmp_path / "run" / "RL-0")
+    flops = 2 * (made.flops.sampling + made.flops.training + made.flops.prepass)
+    assert sft.startswith(
+        f"SFT, of each seed, takes the {si_spaced(flops)}FLOP that RL takes: step"
     )
-    assert "\n  SFT: 2 processes in bf16" in said and not gpus
+    assert "among 8.3e-05, 0.00025, 0.00075, once: " in search
+    assert f"{si_spaced(3 * flops)}FLOP" in search
+    assert one.startswith("1 seed (--seeds 1): about ") and five.startswith("5 seeds (--seeds 5): ")
+    without = run(given(tmp_path, plan=PROBED, seeds=5), model).split("\n\n")[1]
+    assert len(without.splitlines()) == 2 and "its learning rate" not in without
 
 
 def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
@@ -443,7 +526,54 @@ def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
             "training: weight_decay is -1.0.*\\n.*SFT: weight_decay is -1.0",
         ),
         ({"seeds": 0}, UserError, "--seeds and --points must be at least 1"),
+        ({"sft": ["lrr=1"]}, ConfigError, "SFT: unknown key 'lrr'; did you mean 'lr'"),
+        ({"sft": ["steps=9"]}, ConfigError, "--sft: steps is the same for all arms, or follows"),
+        ({"arm": [["x", "sft.batch_size=0"]]}, ConfigError, "x: batch_size is 0"),
+        (
+            {"arm": [["x", "sft.lr=1", "temperature=1"]]},
+            UserError,
+            "--arm x: an arm is RL or SFT, and these are settings of both",
+        ),
+        ({"arm": [["x", "overfit=2"]]}, UserError, "overfit leaves no held-out tasks"),
     ):
         with pytest.raises(error, match=said):
             run(given(tmp_path, **others), model)
     assert not world and not (tmp_path / "run").exists()
+
+
+def test_the_learning_rate_of_sft_is_the_best_of_three_by_held_out_loss(world, model, tmp_path):
+    """On as many FLOPs as the arm takes, and for no arm; a further arm takes it, too, and one with
+    its own rate does not.
+    """
+    more = [["other", "sft.batch_size=1"], ["own", "sft.lr=2e-3"]]
+    arguments = given(tmp_path, seeds=1, sft=["weight_decay=0.1"], arm=more)
+    said = run(arguments, model)
+    whole, folders = tmp_path / "run", {}
+    for rate in ("8.3e-05", "0.00025", "0.00075"):
+        folder = RunFolder(whole / "SFT-lr" / rate)
+        (row,) = [row for row in folder.metrics() if row.iteration]
+        steps = folder.iteration(1).marker(TrainFacts).taken()
+        assert abs(row.flops.cumulated - 4e7) <= max(step.flops for step in steps) / 2
+        assert not (folder.iteration(1).path / "checkpoint").exists()
+        assert folder.config()["training"]["lr"] == float(rate)
+        folders[rate] = steps[-1].held_out_loss, sum(step.flops for step in steps)
+    best = min(folders, key=lambda rate: folders[rate])
+    names = ("SFT-0", "other-0", "own-0")
+    settings = {name: RunFolder(whole / name).config()["training"] for name in names}
+    assert [settings[name]["lr"] for name in names] == [float(best), float(best), 2e-3]
+    assert [settings[name]["batch_size"] for name in names] == [2, 1, 2]
+    assert {one["weight_decay"] for one in settings.values()} == {0.1}
+    trained = read_jsonl(whole / "examples.jsonl")
+    held_out = read_jsonl(whole / "held_out_examples.jsonl")
+    assert trained + held_out == [*map(dict, EXAMPLES)] and len(held_out) == 1
+    assert not [one for one in world if one[1] in folders and one[0] != "train"]  # nothing is asked
+    page = (whole / "compare.html").read_text()
+    for text in (said, page):
+        assert "its FLOPs count for no arm" in text
+        for loss, _ in folders.values():
+            assert f"{loss:.4f}" in text
+    last = spent(read_run(whole / "SFT-0"))["flops"][-1]
+    assert last < 1.2 * 4e7 < sum(flops for _, flops in folders.values())
+    before = len(world)
+    assert run(arguments, model) == said
+    assert [one[0] for one in world[before:]] == ["RL"]

@@ -7,7 +7,8 @@ import sys
 import pytest
 from support.facts import rows_of
 
-from ttrl.cli import certify, main
+from ttrl.cli import certify, make_parser
+from ttrl.cli.machine_commands import run_doctor
 from ttrl.errors import UserError
 
 
@@ -31,29 +32,19 @@ def row(number, exact, **sync):
     }
 
 
-@pytest.fixture
-def tried(monkeypatch):
-    """Puts cases in the place of what would be tried."""
-
-    def put(numerics, runs=()):
-        monkeypatch.setattr(
-            certify, "numerics", lambda say: (certify._said(one, say) for one in numerics)
-        )
-        monkeypatch.setattr(certify, "runs", lambda gpus, say: iter(runs))
-
-    return put
+def trials_of(*cases):
+    """What would be tried, with these cases."""
+    return lambda gpus, say: (certify._said(one, say) for one in cases)
 
 
-def test_the_certificate_is_written_as_json_and_html(tried, tmp_path):
-    tried(
-        [
-            case(),
-            case("head", False, "error <b>0.5</b>"),
-            case("parking", None, "left out without a GPU"),
-        ]
+def test_the_certificate_is_written_as_json_and_html(tmp_path):
+    trials = trials_of(
+        case(),
+        case("head", False, "error <b>0.5</b>"),
+        case("parking", None, "left out without a GPU"),
     )
     said = []
-    assert not certify.certify(tmp_path / "mine", said.append)
+    assert not certify.certify(tmp_path / "mine", said.append, trials)
     content = json.loads((tmp_path / "mine.json").read_text())
     assert (
         content["verdict"].endswith(": 1 of 2 cases FAILED (head); 1 left out")
@@ -70,26 +61,23 @@ def test_the_certificate_is_written_as_json_and_html(tried, tmp_path):
     assert any("✗ head" in line for line in said) and content["verdict"] in said[-1]
 
 
-def test_where_it_cannot_be_written_is_said_before_anything_is_tried(tried, tmp_path):
-    tried([case()])
+def test_where_it_cannot_be_written_is_said_before_anything_is_tried(tmp_path):
     said = []
     with pytest.raises(
         UserError,
         match=r"--out .*nowhere/x: cannot write to the folder .*nowhere; create it",
     ):
-        certify.certify(tmp_path / "nowhere" / "x", said.append)
+        certify.certify(tmp_path / "nowhere" / "x", said.append, trials_of(case()))
     assert not said
 
 
-def test_what_was_found_before_an_interrupt_is_written(tried, monkeypatch, tmp_path):
+def test_what_was_found_before_an_interrupt_is_written(tmp_path):
     def interrupted(gpus, say):
+        yield case()
         raise KeyboardInterrupt
-        yield
 
-    tried([case()])
-    monkeypatch.setattr(certify, "runs", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        certify.certify(tmp_path / "mine", lambda line: None)
+        certify.certify(tmp_path / "mine", lambda line: None, interrupted)
     assert json.loads((tmp_path / "mine.json").read_text())["cases"] == [case()]
 
 
@@ -137,38 +125,38 @@ def test_a_run_that_learns_and_one_that_does_not():
     ] == [False, False]
 
 
-def test_several_gpus_get_a_run_of_their_own(monkeypatch):
-    monkeypatch.setattr(
-        certify, "_run", lambda folder, processes: iter([case(found=f"{processes} processes")])
-    )
-    assert [one["found"] for one in certify.runs(8, lambda line: None)] == [
-        "1 processes",
-        "2 processes",
-    ]
-    assert [one["found"] for one in certify.runs(1, lambda line: None)] == [
-        "1 processes",
-        "left out with 1 GPU",
-    ]
-    assert [one["found"] for one in certify.runs(0, lambda line: None)][
-        1
-    ] == "left out with no GPUs"
+def found_on(gpus):
+    def run(folder, processes):
+        yield case(found=f"{processes} processes")
+
+    return [one["found"] for one in certify.runs(gpus, lambda line: None, run)]
 
 
-def test_doctor_says_where_it_failed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("ttrl.cli.doctor.examine", lambda folder: [])
-    monkeypatch.setattr(certify, "certify", lambda out, say: out == tmp_path / "x")
-    monkeypatch.setattr(sys, "argv", ["ttrl"])
-    assert main(["doctor", "--certify", "--out", str(tmp_path / "x")]) == 0
-    assert main(["doctor", "--certify", "--out", str(tmp_path / "y")]) == 1
-    assert main(["doctor"]) == 0
+def test_several_gpus_get_a_run_of_their_own():
+    assert found_on(8) == ["1 processes", "2 processes"]
+    assert found_on(1) == ["1 processes", "left out with 1 GPU"]
+    assert found_on(0)[1] == "left out with no GPUs"
+
+
+def test_doctor_says_where_it_failed(tmp_path):
+    def code(*options):
+        return run_doctor(
+            make_parser().parse_args(["doctor", *options]),
+            examine=lambda folder: [],
+            certify=lambda out, say: out == tmp_path / "x",
+        )
+
+    assert code("--certify", "--out", str(tmp_path / "x")) == 0
+    assert code("--certify", "--out", str(tmp_path / "y")) == 1
+    assert code() == 0
 
 
 def test_doctor_alone_imports_nothing_that_may_be_missing():
     code = """
 import sys
-from ttrl.cli import doctor, main
-doctor.examine = lambda folder: []
-assert main(["doctor"]) == 0
+from ttrl.cli import make_parser
+from ttrl.cli.machine_commands import run_doctor
+assert run_doctor(make_parser().parse_args(["doctor"]), examine=lambda folder: []) == 0
 print({"torch", "psutil", "jinja2", "transformers", "numpy", "openai"} & sys.modules.keys())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -5,12 +5,14 @@ import re
 import socket
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from ttrl import cli
 from ttrl.cli import doctor
 from ttrl.cli.doctor import CheckResult
+from ttrl.cli.machine_commands import run_doctor
 from ttrl.system.memory_limit import number_in
 from ttrl.system.nvidia import Gpus
 from ttrl.tiny_model import make_tiny_model
@@ -182,14 +184,13 @@ def test_memory_respects_a_container(tmp_path: Path) -> None:
     assert number_in(str(tmp_path / "none")) is None
 
 
-def test_a_machine_without_local_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_local_connections() -> None:
     assert marks(doctor.check_port()) == ["ok"]
 
-    def refuse(*arguments: object, **named: object) -> None:
+    def refuse(*arguments: object) -> socket.socket:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(socket, "create_server", refuse)
-    assert marks(doctor.check_port()) == ["bad"]
+    assert marks(doctor.check_port(refuse)) == ["bad"]
 
 
 def test_compilers_that_are_missing_or_broken(
@@ -220,10 +221,11 @@ def test_the_screen_ends_with_the_verdict() -> None:
 
 @pytest.mark.parametrize(("mark", "code"), [("ok", 0), ("note", 0), ("bad", 1)])
 def test_the_command_exits_with_one_when_ttrl_cannot_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mark: str, code: int
+    capsys: pytest.CaptureFixture[str], mark: Literal["ok", "note", "bad"], code: int
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda folder: [CheckResult(mark, "x", "y", "z")])  # type: ignore[arg-type]
-    assert cli.main(["doctor"]) == code
+    arguments = cli.make_parser().parse_args(["doctor"])
+    found = [CheckResult(mark, "x", "y", "z")]
+    assert run_doctor(arguments, examine=lambda folder: found) == code
     assert " x          y" in capsys.readouterr().out
 
 

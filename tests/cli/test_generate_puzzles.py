@@ -3,6 +3,7 @@ fails.
 """
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,11 +82,17 @@ def test_wrong_arguments(tmp_path: Path, family: str, options: dict, message: st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_solver_no_process_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The processes would have it: it is missing in this one alone."""
-    monkeypatch.setitem(sys.modules, "pysat.solvers", None)
-    with pytest.raises(UserError, match=r"python-sat: pip install 'ttrl\[tasks\]'"):
-        generate("zebra-grid", 3, tmp_path / "x.jsonl", processes=2, pbar=False)
+def test_without_the_solver_no_process_is_started(tmp_path: Path) -> None:
+    """The processes would have it: it is missing in the first one alone."""
+    code = """
+import sys
+from pathlib import Path
+from ttrl.cli.generate_puzzles import generate
+sys.modules["pysat.solvers"] = None
+generate("zebra-grid", 3, Path("x.jsonl"), processes=2, pbar=False)
+"""
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "python-sat: pip install 'ttrl[tasks]'" in ended.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,5 @@
 """`ttrl chat`: a conversation with a model at an address."""
 
-import io
 import json
 import logging
 from typing import Any, ClassVar
@@ -9,8 +8,9 @@ import openai
 import pytest
 from support.chat_server import ChatHandler, threaded
 
-from ttrl.cli.commands import Lines, main
-from ttrl.cli.models import client_of
+from ttrl.cli.commands import Lines, main, make_parser
+from ttrl.cli.models import client_of, run_chat
+from ttrl.errors import ServerError
 from ttrl.records import Endpoint
 
 
@@ -44,18 +44,14 @@ def address():
         yield address
 
 
-def chat(address, monkeypatch, text, *more):
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    return main(["chat", address, *more])
+def chat(address, text, *more):
+    """Hold a conversation of these lines."""
+    lines = iter(text.splitlines())
+    return run_chat(make_parser().parse_args(["chat", address, *more]), lambda: next(lines, None))
 
 
-def test_a_conversation(address, monkeypatch, capsys):
-    assert (
-        chat(
-            address, monkeypatch, "one\ntwo\n\nthree\n", "--system", "be short", "--max-tokens", "7"
-        )
-        == 0
-    )
+def test_a_conversation(address, capsys):
+    assert chat(address, "one\ntwo\n\nthree\n", "--system", "be short", "--max-tokens", "7") == 0
     assert capsys.readouterr().out == "2 ONE\n4 TWO\n2 THREE\n"  # the empty line began anew
     second = Echo.asked[1]["messages"]
     assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
@@ -66,14 +62,14 @@ def test_a_conversation(address, monkeypatch, capsys):
     )
 
 
-def test_a_server_that_refuses(address, monkeypatch, capsys):
-    assert chat(address, monkeypatch, "too long\n") == 2
-    assert "m did not answer: " in (error := capsys.readouterr().err) and "no room" in error
+def test_a_server_that_refuses(address):
+    with pytest.raises(ServerError, match=r"m did not answer: .*no room"):
+        chat(address, "too long\n")
 
 
-def test_a_reply_does_not_act_on_the_terminal(address, monkeypatch, capsys):
+def test_a_reply_does_not_act_on_the_terminal(address, capsys):
     """Escapes can write files in some terminals, and hide what was said in all."""
-    assert chat(address, monkeypatch, "\x1b]0;title\x07\x1b[2J\u202e\n") == 0
+    assert chat(address, "\x1b]0;title\x07\x1b[2J\u202e\n") == 0
     assert capsys.readouterr().out == "1 \\x1b]0;TITLE\\x07\\x1b[2J\\u202e\n"
 
 

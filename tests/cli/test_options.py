@@ -56,16 +56,16 @@ def test_options_have_the_names_of_settings(add, settings, spelled, python_only)
     )
 
 
-def test_options_of_recipes_are_settings_of_the_run(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["recipe"])
-    given = vars(recipe_script.script_arguments(None, run="r", iterations=1, model="m", data="d"))
+def test_options_of_recipes_are_settings_of_the_run():
+    recipe = {"run": "r", "iterations": 1, "model": "m", "data": "d"}
+    given = vars(recipe_script.script_arguments(None, **recipe, argv=[]))
     assert given.keys() - {field.name for field in fields(TrainConfig)} == {
         "data",
         "tiny",
         "set",
+        "own_set",  # without a preset's
         "check",
         "plan",
-        "overfit",
     }
 
 

@@ -1,7 +1,6 @@
 """`ttrl plan` of whatever a person names: a model, a recipe, a script, a file of settings."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,8 @@ from ttrl import cli
 from ttrl.cli.plan_command import PlanOptions
 from ttrl.cli.try_tasks import write_template
 from ttrl.costs.parameters import decoder_parameters
-from ttrl.plans.plan_machine import Machine
-from ttrl.plans.planner import check_trainable, published_config, read_model_config
+from ttrl.plans.planner import check_trainable, published_config
 
-HERE = Machine("a machine", False, 16e9, 50e9, 20e9, "measured")
 QWEN = {
     "model_type": "qwen2",
     "hidden_size": 64,
@@ -36,12 +33,9 @@ def get_tasks(split):
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Plan from a folder of its own, without a network and without measuring this machine."""
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_hub: None) -> None:
+    """Plan from a folder of its own, without a network."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ttrl.plans.planner.this_machine", lambda config, product: HERE)
-    monkeypatch.setattr("ttrl.plans.planner.hub_is_out_of_reach", lambda: True)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
@@ -86,12 +80,20 @@ def test_a_name_on_the_hub_without_a_network(capsys: pytest.CaptureFixture[str])
         assert text in said.err
 
 
-def test_what_the_hub_gives_prevails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    monkeypatch.setattr(
-        "huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json")
+def test_what_the_hub_gave_prevails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own, as huggingface_hub reads the variable once."""
+    cached = tmp_path / "hub" / "models--Qwen--Qwen3-4B"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "config.json").write_text(json.dumps(QWEN))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    ended = run_plan("Qwen/Qwen3-4B", "--json", cwd=tmp_path)
+    assert (
+        json.loads(ended.stdout)["parameters"]
+        < 1e6
+        < published_config("Qwen/Qwen3-4B")["parameters"]
     )
-    assert read_model_config("Qwen/Qwen3-4B") == QWEN
 
 
 def test_published_figures_are_of_models_that_are_trained() -> None:
@@ -136,7 +138,6 @@ def test_a_file_of_settings_as_it_would_be_trained(
         "my_tasks.py\nvalidation_tasks: my_tasks.py\n"
     )
     (tmp_path / "mine.yaml").write_text(settings)
-    monkeypatch.setattr("ttrl.plans.planner.hub_is_out_of_reach", lambda: False)
     made = planned(capsys, "mine.yaml", "--set", "tasks_per_iteration=16")
     assert (made["iterations"], made["prompts_from"]) == (3, "tasks")
     # One token per byte, and one for each role and the end.
@@ -152,25 +153,7 @@ def run_plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 
-@pytest.fixture
-def becomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a script in this process, which has loaded what takes seconds, where the command would
-    become it.
-    """
-
-    def become(program: str, command: list[str]) -> None:
-        assert program == command[0] == sys.executable
-        monkeypatch.setattr(sys, "argv", command[1:])
-        runpy.run_path(command[1], run_name="__main__")
-        raise SystemExit
-
-    monkeypatch.setattr("os.execv", become)
-
-
-@pytest.mark.usefixtures("becomes")
-def test_a_recipe_by_its_name_with_its_own_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_by_its_name_with_its_own_options(tmp_path: Path) -> None:
     """Nothing is run, nor the model made that the recipe would train first."""
     options = [
         "--gpu",
@@ -183,24 +166,18 @@ def test_a_recipe_by_its_name_with_its_own_options(
         "samples_per_task=8",
         "--json",
     ]
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "sort-letters", *options])
-    made = json.loads(capsys.readouterr().out)
+    made = json.loads(run_plan("sort-letters", *options, cwd=tmp_path).stdout)
     assert (made["iterations"], made["work"]["samples"]) == (9, 32 * 8)
     assert (made["prompts_from"], made["machine"]["memory"]) == ("tasks", 24e9)
     assert made["model"] == str(tmp_path / "runs/sort_letters/warm_start")
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.usefixtures("becomes")
 def test_a_script_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_template(tmp_path / "my_task.py")
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "my_task.py", "--model", "tiny", "--gpu", "4090"])
-    said = capsys.readouterr().out
-    assert "Plan: tiny\n" in said
-    assert "RTX4090" in said
-    # In a process of its own.
+    ended = run_plan("my_task.py", "--model", "tiny", "--gpu", "4090", cwd=tmp_path)
+    assert "Plan: tiny\n" in ended.stdout
+    assert "RTX4090" in ended.stdout
     ended = run_plan("my_task.py", "--model", "tiny", "--set", "lrr=1", cwd=tmp_path)
     assert ended.returncode == 1
     assert "did you mean 'lr'?" in ended.stderr

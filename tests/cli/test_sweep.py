@@ -2,6 +2,7 @@
 at the end.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import yaml
 from support.compared_runs import make_run
 
 from ttrl import cli
+from ttrl.cli import sweep as sweep_command
 from ttrl.cli.sweep import read_sweep
 from ttrl.errors import UserError
 
@@ -125,13 +127,9 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, c
     assert cli.main(["sweep", str(path)]) == 0 and len(calls(tmp_path)) == 5
 
 
-def test_what_is_finished_names_no_secret(sweep, tmp_path, monkeypatch):
+def test_what_is_finished_names_no_secret(sweep, tmp_path):
     path = sweep(seeds=[0, 1], arguments=["-k", "sesame"])
     (tmp_path / "recipe.py").write_text("")
-    monkeypatch.setattr(
-        "ttrl.report.compared_runs.compare_runs",
-        lambda *_, **__: (_ for _ in ()).throw(UserError("no runs")),
-    )
     assert cli.main(["sweep", str(path)]) == 2
     text = (tmp_path / "runs/shape/sweep.json").read_text()
     assert "seed=1" in text and "sesame" not in text
@@ -152,3 +150,42 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
         read_sweep(sweep())
     with pytest.raises(UserError, match="cannot be read"):
         read_sweep(path.with_name("nothing"))
+
+
+def test_runs_with_gpus_of_their_own_go_side_by_side(sweep, tmp_path, monkeypatch, capsys):
+    """Each waits for the other three, so they can only end together; then the last one runs."""
+    (tmp_path / "recipe.py").write_text(
+        textwrap.dedent(
+            """
+            import os, pathlib, sys, time
+            here, name = pathlib.Path(__file__).parent, sys.argv[2].rpartition("=")[2]
+            (here / f"saw{name}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+            print("run", name)
+            deadline = time.monotonic() + 60
+            while len(list(here.glob("saw*"))) < 4:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            sys.exit(1 if name == "2" else 0)
+            """
+        )
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,5,6,7,8,9,10,11")
+    path = sweep(seeds=[0, 1, 2, 3, 4], gpus=2)
+    with pytest.raises(UserError):  # the scripts left no runs to compare
+        sweep_command.run_sweep(argparse.Namespace(file=path, list=False, others=[]))
+    saw = [(tmp_path / f"saw{seed}").read_text() for seed in range(5)]
+    assert saw[:4] == ["0,3", "5,6", "7,8", "9,10"] and saw[4] in saw[:4]
+    assert (tmp_path / "runs/shape/seed=3.log").read_text() == "run 3\n"
+    finished = json.loads((tmp_path / "runs/shape/sweep.json").read_text())
+    assert sorted(finished) == ["seed=0", "seed=1", "seed=3", "seed=4"]
+    assert "run 5 of 5: seed=4; its output is in runs/shape/seed=4.log" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match="gpus is 2, and there are 1 GPUs"):
+        sweep_command.run_sweep(argparse.Namespace(file=path, list=False, others=[]))
+
+
+def test_further_options_go_to_every_run(sweep, capsys):
+    path = sweep(arms=ARMS, arguments=["--preset", "x"])
+    assert cli.main(["sweep", str(path), "--list", "--data", "a b", "--overfit", "8"]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        assert "--seed 0 --preset x --data a b --overfit 8 --set tasks_per_iteration=" in line

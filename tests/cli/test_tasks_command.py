@@ -223,7 +223,7 @@ def test_a_server_is_asked(address: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_words_of_a_model_and_of_a_grader_do_not_act_on_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.syspath_prepend(tmp_path)  # put back afterwards, as the command adds to it
     file = tmp_path / "words_of_a_model.py"
     file.write_text(
         "from ttrl import Task\n\n\ndef grader(choice):\n    raise "

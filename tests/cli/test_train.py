@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
+from ttrl.cli.runs import run_train
 from ttrl.cli.try_tasks import write_template
 
 SETTINGS = """
@@ -35,23 +36,22 @@ def ttrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list:
-    """Records what would be trained."""
+def trained_by(*arguments: str) -> list:
+    """What `ttrl train` would train."""
     seen: list = []
-    monkeypatch.setattr("ttrl.loop.start.train", lambda *given: seen.append(given))
+    given = cli.make_parser().parse_args(["train", *arguments])
+    assert run_train(given, lambda *given: seen.append(given)) == 0
     return seen
 
 
 @pytest.mark.parametrize("asked", ["structured_output", "my_tasks.py"])
 def test_a_file_of_settings_names_its_tasks(
-    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_tasks.py").write_text(TASKS)
     (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", asked))
-    assert cli.main(["train", "mine.yaml", "--set", "lr=1e-3", "seed=2"]) == 0
-    ((config, tasks, held_out),) = trained
+    ((config, tasks, held_out),) = trained_by("mine.yaml", "--set", "lr=1e-3", "seed=2")
     assert (config.run, config.seed, config.iterations) == ("runs/mine", 2, 3)
     assert config.recipe_settings["lr"] == 1e-3
     if asked == "my_tasks.py":
@@ -63,19 +63,18 @@ def test_a_file_of_settings_names_its_tasks(
 
 
 def test_a_function_in_a_file_is_asked_for_as_many_tasks_as_a_recipe_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its default, 32 in what `ttrl tasks new` writes, is for trying it."""
     monkeypatch.chdir(tmp_path)
     write_template(tmp_path / "my_task.py")
     (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", "my_task.py"))
-    assert cli.main(["train", "mine.yaml"]) == 0
-    ((_, tasks, held_out),) = trained
+    ((_, tasks, held_out),) = trained_by("mine.yaml")
     assert (len(tasks), len(held_out)) == (1024, 64)
 
 
 def test_a_setting_without_a_value_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], trained: list
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", "structured_output"))
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--set", "lr", "2e-5"]) == 2
@@ -87,7 +86,6 @@ def test_a_setting_without_a_value_says_so(
 def test_every_mistake_of_a_file_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    trained: list,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -101,7 +99,7 @@ def test_every_mistake_of_a_file_at_once(
         "neither a run nor a recipe has a setting 'zzz'",
     ):
         assert text in said
-    assert not trained
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,15 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray")
-from ttrl.cluster import broadcast, replicas
+from support.fake_ray import FakeRay, actor
+
 from ttrl.cluster.broadcast import Broadcast, Staged
+from ttrl.cluster.replicas import Link
 from ttrl.server.connection import JoinedServer
 
 
@@ -29,24 +30,21 @@ def checkpoint(tmp_path):
 
 
 @pytest.fixture
-def store(monkeypatch):
+def store():
     """Ray's, as this process's memory."""
-    node = {
-        "Alive": True,
-        "NodeManagerAddress": "10.0.0.1",
-        "Resources": {"object_store_memory": 1e9, "CPU": 1.0},
-    }
-    monkeypatch.setattr(broadcast, "_PIECE", 2**20)
-    monkeypatch.setattr(broadcast.ray, "put", lambda piece: piece)
-    monkeypatch.setattr(broadcast.ray, "get", lambda piece, timeout: piece)
-    monkeypatch.setattr(broadcast.ray, "nodes", lambda: [node])
-    return node["Resources"]
+    return FakeRay()
 
 
 @pytest.fixture
-def sent(checkpoint, store):
+def lead(store):
+    """The lead's side."""
+    return Broadcast(store, piece_bytes=2**20)
+
+
+@pytest.fixture
+def sent(checkpoint, lead):
     """The checkpoint in the store."""
-    return Broadcast().send(checkpoint)
+    return lead.send(checkpoint)
 
 
 def files(memory):
@@ -55,9 +53,9 @@ def files(memory):
     )
 
 
-def test_replicas_of_a_machine_share_a_copy(checkpoint, sent, tmp_path):
+def test_replicas_of_a_machine_share_a_copy(checkpoint, store, sent, tmp_path):
     (memory := tmp_path / "shm").mkdir()
-    replicas_here = [Staged(str(memory)), Staged(str(memory))]
+    replicas_here = [Staged(str(memory), store), Staged(str(memory), store)]
     folders = [one.put(sent, 1.0) for one in replicas_here]
     [folder] = set(folders)
     assert {path.name: path.read_bytes() for path in folder.glob("model*")} == {
@@ -71,11 +69,11 @@ def test_replicas_of_a_machine_share_a_copy(checkpoint, sent, tmp_path):
     assert files(memory) == [] and not folder.exists()
 
 
-def test_what_a_replica_that_is_gone_left_is_removed(checkpoint, sent, tmp_path):
+def test_what_a_replica_that_is_gone_left_is_removed(store, sent, tmp_path):
     (memory := tmp_path / "shm").mkdir()
-    gone = Staged(str(memory))
+    gone = Staged(str(memory), store)
     gone.put(sent, 1.0)
-    other = Staged(str(memory))
+    other = Staged(str(memory), store)
     other.drop()
     assert len(files(memory)) == 2
     gone._reading[sent.name].close()  # as its process's end does
@@ -83,17 +81,13 @@ def test_what_a_replica_that_is_gone_left_is_removed(checkpoint, sent, tmp_path)
     assert files(memory) == []
 
 
-def test_memory_that_is_full_keeps_nothing(checkpoint, sent, tmp_path, monkeypatch):
+def test_memory_that_is_full_keeps_nothing(store, sent, tmp_path):
     (memory := tmp_path / "shm").mkdir()
     with pytest.raises(OSError, match=r"the weights need .*, and .*ttrl-\d+ has room for half of "):
-        Staged(str(memory)).put(sent._replace(size=2**50), 1.0)
-
-    def full(piece, timeout):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(broadcast.ray, "get", full)
+        Staged(str(memory), store).put(sent._replace(size=2**50), 1.0)
+    full = {name: [OSError(28, "No space left on device")] for name in sent.pieces}
     with pytest.raises(OSError, match="No space left"):
-        Staged(str(memory)).put(sent, 1.0)
+        Staged(str(memory), store).put(sent._replace(pieces=full), 1.0)
     assert files(memory) == []
 
 
@@ -104,8 +98,7 @@ def test_a_folder_that_others_can_write_is_refused(checkpoint, sent, tmp_path):
         Staged(str(tmp_path)).put(sent, 1.0)
 
 
-def test_the_store_is_emptied_after_the_last_reader(checkpoint, store):
-    lead = Broadcast()
+def test_the_store_is_emptied_after_the_last_reader(checkpoint, lead):
     first, second = lead.send(checkpoint), lead.send(checkpoint)
     assert first is second and first.size == 5_000_003
     assert (
@@ -123,9 +116,8 @@ def test_the_store_is_emptied_after_the_last_reader(checkpoint, store):
     assert again is not None and again.name != first.name and lead._sent is again
 
 
-def test_weights_beyond_the_store_are_read_from_files(checkpoint, store, caplog):
-    store["object_store_memory"] = 9e6
-    lead = Broadcast()
+def test_weights_beyond_the_store_are_read_from_files(checkpoint, store, lead, caplog):
+    store.resources["object_store_memory"] = 9e6
     assert lead.send(checkpoint) is None and lead.send(checkpoint) is None
     assert (
         caplog.text.count(
@@ -138,58 +130,34 @@ def test_weights_beyond_the_store_are_read_from_files(checkpoint, store, caplog)
 server = JoinedServer("replica-0", served_model_name="policy", dtype="float32", api_key="k")
 
 
-class Actor:
-    """Does what it is told at once."""
-
-    def __init__(self, folder):
-        self.folder, self.dropped = folder, []
-        self.stage, self.drop = (
-            types.SimpleNamespace(remote=call) for call in (self._stage, self.dropped.append)
-        )
-
-    def _stage(self, sent, seconds):
-        return self.folder
-
-
-def test_a_replica_reads_what_was_brought_until_the_sync_is_over(
-    checkpoint, store, monkeypatch, caplog
-):
-    def answer(asked, timeout):
-        if isinstance(asked, Exception):
-            raise asked
-        return asked
-
-    monkeypatch.setattr(replicas.ray, "get", answer)
-    lead, actor = Broadcast(), Actor(Path("/memory"))
-    link = replicas.Link(0, actor, 0.0, lead)
+def test_a_replica_reads_what_was_brought_until_the_sync_is_over(checkpoint, store, lead, caplog):
+    answers, dropped = [Path("/memory"), OSError("its weights take 9 GiB")], []
+    replica = actor(stage=lambda sent, seconds: answers.pop(0), drop=dropped.append)
+    link = Link(0, replica, 0.0, lead, store)
     with link.bring(server, checkpoint) as places:
         assert places == [Path("/memory"), checkpoint]
         name = lead._sent.name
-    assert actor.dropped == [name] and lead._sent is None
+    assert dropped == [name] and lead._sent is None
     with link.bring(server, checkpoint) as places:
         assert places == [checkpoint]  # it comes later
     other = shutil.copytree(checkpoint, checkpoint.parent / "other")
-    actor.folder = OSError("its weights take 9 GiB")
     with link.bring(server, other) as places:
         assert places == [other] and "reads" in caplog.text and "9 GiB" in caplog.text
-    assert len(actor.dropped) == 2 and lead._sent is None  # also what may yet arrive
+    assert len(dropped) == 2 and lead._sent is None  # also what may yet arrive
     (third := checkpoint.parent / "third").mkdir()
     shutil.copy(checkpoint / "model-1.safetensors", third)
-    monkeypatch.setattr(
-        broadcast.ray, "put", lambda piece: answer(OSError(28, "the store is full"), 0)
-    )
+    store.is_full = True
     with link.bring(server, third) as places:
         assert places == [third]
-    with replicas.Link(0, actor, 0.0).bring(server, other) as places:
+    with Link(0, replica, 0.0, None, store).bring(server, other) as places:
         assert places == [other]  # few replicas
 
 
-def test_a_sync_that_is_tried_again_reads_the_files(checkpoint, store, monkeypatch):
+def test_a_sync_that_is_tried_again_reads_the_files(checkpoint, store, lead):
     """What the first one read may be dropped under its hands."""
-    monkeypatch.setattr(replicas.ray, "get", lambda asked, timeout: asked)
-    lead = Broadcast()
     other = lead.send(checkpoint)  # who still reads
-    link = replicas.Link(0, Actor(Path("/memory")), 0.0, lead)
+    replica = actor(stage=lambda sent, seconds: Path("/memory"), drop=lambda name: None)
+    link = Link(0, replica, 0.0, lead, store)
     for places in ([Path("/memory"), checkpoint], [checkpoint]):
         with link.bring(server, checkpoint) as found:
             assert found == places
@@ -198,9 +166,9 @@ def test_a_sync_that_is_tried_again_reads_the_files(checkpoint, store, monkeypat
     assert lead._sent is None
 
 
-def test_a_cluster_whose_machines_have_just_gone_has_no_room(checkpoint, store, monkeypatch):
-    monkeypatch.setattr(broadcast.ray, "nodes", list)
-    assert Broadcast().send(checkpoint) is None
+def test_a_cluster_whose_machines_have_just_gone_has_no_room(checkpoint, store, lead):
+    store.machines = []
+    assert lead.send(checkpoint) is None
 
 
 SCRIPT = textwrap.dedent(

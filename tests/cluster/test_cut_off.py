@@ -5,7 +5,6 @@ never answer stand in for it.
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -13,81 +12,55 @@ from ttrl import TrainConfig
 from ttrl.errors import ServerDiedError, ServerStartError, TrainerDiedError, TrainerError
 from ttrl.system.console import Console
 
-ray = pytest.importorskip("ray")
+pytest.importorskip("ray")
+from support.fake_ray import FakeRay, Silent
 
 
-class Silent:
-    """An actor of whom nothing comes back."""
-
-    def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: object())
-
-
-def test_a_server_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_waited_for_once() -> None:
     from ttrl.cluster.replicas import Link
 
-    waited: list[float] = []
-
-    def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        waited.append(timeout)
-        return [], refs
-
-    monkeypatch.setattr(ray, "wait", wait)
-    link = Link(3, Silent(), 0.0)
+    cluster = FakeRay()
+    link = Link(3, Silent(), 0.0, None, cluster)
     for _ in range(4):
         with pytest.raises(
             ServerDiedError, match="replica-3 is starting on a machine of the cluster"
         ):
             link.find()
-    assert waited == [5.0, 0.0, 0.0, 0.0]
+    assert cluster.waited == [5.0, 0.0, 0.0, 0.0]
 
 
-def test_a_trainer_is_named_and_gives_its_machines_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_is_named_and_gives_its_machines_back(tmp_path: Path) -> None:
     from ttrl.cluster.trainers import ClusterTrainer
 
-    waited: list[float] = []
-
-    def get(ref: object, timeout: float) -> None:
-        waited.append(timeout)
-        raise ray.exceptions.GetTimeoutError("Get timed out")
-
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(ray, "wait", lambda refs, **settings: ([], refs))
-    killed: list[Any] = []
-    monkeypatch.setattr(ray, "kill", killed.append)
+    cluster = FakeRay()
     config = TrainConfig(run="run", model="m", iterations=1, cluster="auto", nnodes=2)
-    trainer, nodes = ClusterTrainer(config, tmp_path, tmp_path / "log", {}), [Silent(), Silent()]
+    trainer = ClusterTrainer(config, tmp_path, tmp_path / "log", {}, cluster)
+    nodes = [Silent(), Silent()]
     trainer._nodes = list(nodes)
     with pytest.raises(
         TrainerDiedError, match=r"^trainer machine 0 of 2 has not answered for 30 s$"
     ):
         trainer.ended()
-    assert waited == [30.0] and killed == nodes
+    assert cluster.waited == [30.0, 10.0]
+    assert cluster.killed == nodes
 
 
-def test_a_lead_for_which_there_is_no_room_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lead_for_which_there_is_no_room_is_given_up() -> None:
     from ttrl.cluster import lead
 
-    killed: list[Any] = []
-    monkeypatch.setattr(lead, "connect", lambda address: None)
-    monkeypatch.setattr(lead, "_begin", lambda *given: (Silent(), True))
-    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([], refs))
-    monkeypatch.setattr(ray, "kill", killed.append)
+    actor = Silent()
+    cluster = FakeRay(actor)
     config = TrainConfig(
         run="run", model="m", iterations=1, cluster="auto", device="cuda", nproc_per_node=8
     )
     with pytest.raises(
         TrainerError, match=r"not started within 600 s: it needs .*'num_gpus': 8.*nproc_per_node"
     ):
-        lead.run_detached(config, print, {}, Console(quiet=True))
-    assert len(killed) == 1
+        lead.run_detached(config, print, {}, Console(quiet=True), cluster)
+    assert cluster.killed == [actor]
 
 
-def test_a_replica_whose_server_does_not_start_tries_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_replica_whose_server_does_not_start_tries_again(tmp_path: Path) -> None:
     from ttrl.cluster import replicas
 
     class Server(SimpleNamespace):
@@ -104,15 +77,14 @@ def test_a_replica_whose_server_does_not_start_tries_again(
         over.wait()
 
     server = Server(root_url="http://here", stop=lambda: calls.append("stop"))
-    monkeypatch.setattr(replicas, "make_server", lambda config, model, log, adapters: server)
-    monkeypatch.setattr(replicas, "keep_serving", keep_serving)
-    monkeypatch.setattr(replicas, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     replica = replicas.Replica(
         TrainConfig(run="run", model="m", iterations=1, cluster="auto"),
         tmp_path,
         tmp_path / "log",
         "key",
+        make=lambda config, model, log, adapters: server,
+        serve=keep_serving,
+        pause=0.0,
     )
     assert serving.wait(30.0)
     assert replica.state() == ("http://here", None) and calls == [

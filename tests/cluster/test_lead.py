@@ -11,14 +11,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+
+pytest.importorskip("ray")
+import ray
+from support.fake_ray import FakeRay, actor
 from support.ray_cluster import RayCluster, cluster_of
 
 from ttrl import TrainConfig
+from ttrl.cluster import lead
+from ttrl.cluster import ray_connection as connection
+from ttrl.cluster.lead import Lead
 from ttrl.errors import ConfigError, RunFolderError, RunFolderInUseError, ServerDiedError, UserError
 from ttrl.system.console import Console
 
@@ -164,7 +170,6 @@ def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(
     """Long, as it starts another cluster: only this shows that Ray tells a lead so. What a lead
     does then: below.
     """
-    pytest.importorskip("ray")
     with cluster_of(tmp_path, {"a": 1}, RAY_AUTH_MODE="disabled") as cluster:
         careful = driver(tmp_path, cluster, RAY_AUTH_MODE="token")
         said = careful.communicate(timeout=90)[0]
@@ -176,19 +181,11 @@ def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(
         assert knowing.returncode == 0 and "result" in said, said
 
 
-def test_a_name_that_is_said_to_be_taken_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_is_said_to_be_taken_late(tmp_path: Path) -> None:
     """By ray:// an actor is there at once, and its first method raises."""
-    ray = pytest.importorskip("ray")
-    from ttrl.cluster import lead
-
     taken = ray.exceptions.ActorAlreadyExistsError("the name is taken")
-    actor, other = Mock(), Mock()
-    actor.remote.return_value.__ray_ready__ = Mock(remote=Mock(side_effect=taken))
-    monkeypatch.setattr(lead, "actor_class", Mock(return_value=actor))
-    monkeypatch.setattr(lead.ray, "get_actor", Mock(return_value=other))
-    monkeypatch.setattr(lead.ray, "get", Mock(return_value=(False, "another program waits for it")))
+    cluster = FakeRay(Mock(__ray_ready__=Mock(remote=Mock(side_effect=taken))))
+    cluster.named = actor(looked_at=lambda config: (False, "another program waits for it"))
     config = TrainConfig(
         run=str(tmp_path / "run"),
         model="tiny",
@@ -197,7 +194,7 @@ def test_a_name_that_is_said_to_be_taken_late(
         device="cpu",
     )
     with pytest.raises(RunFolderError, match="another program waits for it"):
-        lead._begin(config, print, {}, Console())
+        lead._begin(config, print, {}, Console(), cluster)
 
 
 def config_of(folder: Path, iterations: int = 1) -> TrainConfig:
@@ -211,94 +208,64 @@ def end_of(lead: Any) -> Any:
     return lead._done
 
 
-@pytest.fixture
-def lead_in_this_process(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`ttrl.cluster.lead`, on a cluster that has no processes."""
-    pytest.importorskip("ray")
-    from ttrl.cluster import lead
-
-    monkeypatch.setattr(
-        lead.ray,
-        "get_runtime_context",
-        Mock(return_value=Mock(was_current_actor_reconstructed=False)),
-    )
-    monkeypatch.setattr(lead, "_LOOK_SECONDS", 0.01)
-    return lead
-
-
-def test_who_may_wait_for_a_lead(
-    lead_in_this_process: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_may_wait_for_a_lead(tmp_path: Path) -> None:
     """Nobody while another program asks; then who wants the same run."""
-    gate = threading.Event()
+    gate, now = threading.Event(), [0.0]
 
     def work(take_over: bool) -> str:
         assert take_over and gate.wait(30)
         return "result"
 
-    one = lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)
+    one = Lead(config_of(tmp_path), work, {}, True, clock=lambda: now[0])
+    now[0] = 9.0
     assert (
         one.looked_at(config_of(tmp_path)) == (False, "another program waits for it")
         and one.done() is None
     )
-    monkeypatch.setattr(lead_in_this_process, "_LEFT_SECONDS", 0.0)
+    now[0] += 10.0
     assert one.looked_at(config_of(tmp_path, iterations=2)) == (False, "it has other settings")
     assert one.looked_at(config_of(tmp_path)) == (False, None)
     gate.set()
-    assert end_of(one) == ("result", None) == one.done() and one.looked_at(config_of(tmp_path)) == (
-        True,
-        None,
-    )
+    assert end_of(one) == ("result", None) == one.done()
+    now[0] += 10.0
+    assert one.looked_at(config_of(tmp_path)) == (True, None)
 
 
-def test_a_lead_refuses_a_cluster_that_asks_for_no_token(
-    lead_in_this_process: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lead_in_this_process, "AUTHENTICATION", "")
+def test_a_lead_refuses_a_cluster_that_asks_for_no_token(tmp_path: Path) -> None:
     work = Mock(return_value="result")
-    name, said = end_of(lead_in_this_process.Lead(config_of(tmp_path), work, {}, False))[1]
+    name, said = end_of(Lead(config_of(tmp_path), work, {}, False, authentication=""))[1]
     assert name == "UserError" and "this Ray cluster needs no token" in said and not work.called
-    assert end_of(lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)) == (
-        "result",
-        None,
-    )
+    accepting = Lead(config_of(tmp_path), work, {}, True, authentication="")
+    assert end_of(accepting) == ("result", None)
 
 
-def test_a_lead_waits_for_an_owner_that_has_just_died(
-    lead_in_this_process: ModuleType, tmp_path: Path
-) -> None:
+def test_a_lead_waits_for_an_owner_that_has_just_died(tmp_path: Path) -> None:
     work = Mock(side_effect=[RunFolderInUseError("by another"), RunFolderError("the disk is gone")])
-    lead = lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)
-    assert end_of(lead) == (None, ("RunFolderError", "the disk is gone")) and work.call_count == 2
+    one = Lead(config_of(tmp_path), work, {}, True)
+    assert end_of(one) == (None, ("RunFolderError", "the disk is gone")) and work.call_count == 2
 
 
 def test_the_next_driver_joins_a_lead_or_says_how_it_ended(
-    lead_in_this_process: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lead, other, new = lead_in_this_process, Mock(), Mock()
-    new.__ray_ready__ = Mock()
-    made = Mock(side_effect=[ValueError("taken"), ValueError("taken"), new])
-    monkeypatch.setattr(lead, "actor_class", Mock(return_value=Mock(remote=made)))
-    monkeypatch.setattr(lead.ray, "get_actor", Mock(return_value=other))
-    monkeypatch.setattr(lead.ray, "kill", Mock())
-    answers = [(False, None), (True, None), (None, ("RunFolderError", "the disk is gone"))]
-    monkeypatch.setattr(lead.ray, "get", Mock(side_effect=answers))
-    assert lead._begin(config_of(tmp_path), print, {}, Console()) == (other, False)
-    assert lead._begin(config_of(tmp_path), print, {}, Console()) == (new, True)
+    answers = [(False, None), (True, None)]
+    other = actor(
+        looked_at=lambda config: answers.pop(0),
+        done=lambda: (None, ("RunFolderError", "the disk is gone")),
+    )
+    new = actor()
+    cluster = FakeRay(ValueError("taken"), ValueError("taken"), new)
+    cluster.named = other
+    assert lead._begin(config_of(tmp_path), print, {}, Console(), cluster) == (other, False)
+    assert lead._begin(config_of(tmp_path), print, {}, Console(), cluster) == (new, True)
     assert (
         "note: the run ended with no program waiting for it: the disk is gone"
         in capsys.readouterr().out
     )
-    lead.ray.kill.assert_called_once_with(other)
+    assert cluster.killed == [other]
 
 
 def test_errors_travel_as_words() -> None:
-    pytest.importorskip("ray")
-    from ttrl.cluster import ray_connection as connection
-
     died = connection.from_words(connection.as_words(ServerDiedError("it is gone")))
     assert type(died) is ServerDiedError and str(died) == "it is gone"
     both = connection.from_words(connection.as_words(ConfigError("config", ["a", "b"])))
@@ -308,10 +275,6 @@ def test_errors_travel_as_words() -> None:
     )
 
 
-def test_tasks_too_large_for_a_cluster_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
-    from ttrl.cluster import lead
-
-    monkeypatch.setattr(lead, "_LARGEST", 1000)
+def test_tasks_too_large_for_a_cluster_are_refused() -> None:
     with pytest.raises(UserError, match=r"at most 0 MB of a run; make tasks smaller"):
-        lead._lead_of(None, print, {"tasks": [os.urandom(2000)]}, False)
+        lead._lead_of(None, print, {"tasks": [os.urandom(2000)]}, False, largest=1000)

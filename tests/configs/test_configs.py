@@ -192,3 +192,21 @@ def test_values_that_the_grpo_recipe_refuses(values, text):
 def test_the_sft_recipe_counts_its_own():
     with pytest.raises(ConfigError, match=r"(?s)3 problems.*data is missing.*lr is -1.*steps is 0"):
         SFTConfig.parse({"model": "m", "output_dir": "o", "steps": 0, "lr": -1}, "recipe")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"optimizer_in_backward": True, "max_grad_norm": None},
+        {"optimizer_on_cpu": True, "max_grad_norm": None, "device": "cuda"},
+        {"lora_rank": 4, "lora_dropout": 0.1},
+    ],
+)
+def test_what_excludes_a_reward_model_is_named(wrong: dict[str, Any]) -> None:
+    values = {"model": "m", "packed": "p", "output_dir": "o", "reference_model": "r", **wrong}
+    assert GRPOConfig.parse(values, "here").problems() == []
+    (name,) = wrong.keys() & {"optimizer_in_backward", "optimizer_on_cpu", "lora_dropout"}
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig.parse({**values, "token_rewards": "implicit"}, "here")
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"token_rewards 'implicit' with {name} {wrong[name]}, which ")

@@ -19,7 +19,7 @@ RIGHT = [
     {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1", "gamma": 0.0, **REFERENCE},
     {"token_rewards": "implicit", "kl_coefficient": 0.1, **REFERENCE},
     {"kl_coefficient": 0.1},  # the pack may hold the reference's log-probabilities
-    {"token_rewards": "implicit"},
+    {"token_rewards": "implicit", "implicit_lr": 0.0, **REFERENCE},
     {"entropy_coefficient": 0.01, "entropy_schedule": "linear", "entropy_until_step": 100},
     {
         "entropy_coefficient": 0.01,
@@ -75,6 +75,11 @@ WRONG = [
         "token_rewards is 'implicit' with value_head",
     ),
     ({"token_rewards": "implicit", "implicit_beta": 0.0, **REFERENCE}, "implicit_beta is 0.0"),
+    ({"token_rewards": "implicit", "implicit_lr": -1.0, **REFERENCE}, "implicit_lr is -1.0"),
+    (
+        {"token_rewards": "implicit"},
+        "token_rewards is 'implicit', but reference_model is missing; name the model from which",
+    ),
     ({"entropy_coefficient": -1.0}, "entropy_coefficient is -1.0"),
     (
         {"entropy_coefficient": 0.1, "entropy_schedule": "linear"},
@@ -154,6 +159,7 @@ NOTHING = [  # a setting, what it would do nothing with, and what it is for
     ({"off_policy_cap": 5.0}, {}, {"off_policy": "sequence"}),
     ({"off_policy_floor": 0.2}, {"off_policy": "token"}, {"off_policy": "mask"}),
     ({"implicit_beta": 0.1}, REFERENCE, {"token_rewards": "implicit", **REFERENCE}),
+    ({"implicit_lr": 0.1}, REFERENCE, {"token_rewards": "implicit", **REFERENCE}),
     (
         {"gamma": 0.9},
         {"kl_coefficient": 0.1, **REFERENCE},

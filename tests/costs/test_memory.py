@@ -306,6 +306,12 @@ def test_held_memory_by_hand():
     )
     eight = training_memory(QWEN, {"optimizer": "adamw_8bit"}, ONCE).moments["optimizer"]
     assert eight["optimizer state"] == pytest.approx(2 * total * (1 + 4 / 256))
+    learned = {"token_rewards": "implicit", "reference_model": "r"}
+    parts = training_memory(QWEN, learned, ONCE).moments["optimizer"]
+    assert parts["reward model"] == 12 * total and parts["gradients"] == 4 * total
+    adapters = adapter_parameters(decoder_parameters(QWEN), recipe(lora_rank=8))
+    parts = training_memory(QWEN, {"token_rewards": "implicit", "lora_rank": 8}, ONCE)
+    assert parts.moments["optimizer"]["reward model"] == 12 * adapters
     four_bits = {"lora_rank": 8, "lora_base_dtype": "nf4"}
     base = training_memory(QWEN, four_bits, ONCE).moments["optimizer"]["parameters"]
     decoder = decoder_parameters(QWEN)
@@ -481,6 +487,8 @@ def test_what_an_iteration_leaves_on_disk():
         "checkpoint": 2 * total,
         "state": 0,
     }
+    learned = recipe(token_rewards="implicit", reference_model="r")
+    assert iteration_bytes(QWEN, learned)["state"] == 20 * total
     adapter = adapter_parameters(decoder_parameters(QWEN), recipe(lora_rank=4))
     alone = iteration_bytes(QWEN, recipe(lora_rank=4, lora_merge=False))
     assert alone == {"checkpoint": 4 * adapter, "state": 8 * adapter}

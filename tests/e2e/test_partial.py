@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from ttrl import Task, get_task_results
+from ttrl.rollouts.early_stop import InferenceEarlyStop
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.results import TaskResults
 
@@ -187,6 +188,39 @@ def test_stop_strings(server, include, budget):
         assert_same(got, expected)
         reasons |= {s.finish_reason for s in expected.samples}
     assert "stop" in reasons
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [TokenBudget(per_sample=7), pytest.param(75, marks=pytest.mark.long)],
+    ids=["per sample", "in all"],
+)
+def test_an_early_stop_counts_over_the_cuts(server, budget):
+    """It ends each sample at the token at which it ends it uncut.
+
+    Long for the budget in all: the property test in tests/rollouts/test_partial.py cuts streams.
+    """
+    given = tasks()
+    plain = [one.logprobs for one in sample(server, given, GREEDY).samples]
+    ends = {
+        threshold: [InferenceEarlyStop(0.9, threshold).ends_at(one) for one in plain]
+        for threshold in (-1.0, -1.5, -2.0, -2.5, -3.0, -3.5, -4.0, -4.5)
+    }
+    later = {
+        threshold: sum(end is not None and end > 7 for end in found)
+        for threshold, found in ends.items()
+    }
+    threshold = max(later, key=lambda one: later[one])
+    assert later[threshold] > 0
+    expected = sample(server, given, GREEDY, on_chunk=InferenceEarlyStop(0.9, threshold))
+    lengths = [None if end is None else min(end, 40) for end in ends[threshold]]
+    stopped = [
+        len(one.token_ids) if one.finish_reason == "stopped_early" else None
+        for one in expected.samples
+    ]
+    assert stopped == lengths
+    got, _ = in_parts(server, given, GREEDY, budget, on_chunk=InferenceEarlyStop(0.9, threshold))
+    assert_same(got, expected)
 
 
 def test_groups_with_seeds_are_continued_whole(server):

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ttrl.cli.arms import HeldOut, supervised_run
+from ttrl import TrainConfig
+from ttrl.configs.experiments import EXPERIMENTS
 from ttrl.launch.tune import TrainerProcess
+from ttrl.loop.supervised_run import HeldOut, held_out_config, supervised_run
 from ttrl.system.files import read_jsonl, write_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 from ttrl.tiny_model import make_tiny_model
@@ -37,6 +39,35 @@ def test_tiny(tmp_path):
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["train"]["steps"] == 1
 
 
+@pytest.mark.long(but=["048"])
+@pytest.mark.parametrize("number", EXPERIMENTS)
+def test_an_experiment_of_the_report(number, tmp_path):
+    """Long for all but one: each is a run of half a minute. On fake parts: tests/cli."""
+    one = EXPERIMENTS[number]
+    words = [[[f"w{n}{g}{w}" for w in range(4)] for g in range(4)] for n in range(60)]
+    rows = {
+        "temporal_clue": [
+            {"prompt": f"Puzzle {n}", "solution": {"A": "Miss Violet"}, "num_clues": 1}
+            for n in range(30)
+        ],
+        "nyt_connections": [
+            {"answers": [{"members": group} for group in groups]} for groups in words
+        ],
+    }
+    arguments = ["--tiny", "--preset", number, "--run", str(tmp_path / "run")]
+    if one.recipe in rows:
+        write_jsonl(tmp_path / "train.jsonl", rows[one.recipe])
+        write_jsonl(tmp_path / "val.jsonl", rows[one.recipe])
+        arguments += ["--data", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "recipes" / f"{one.recipe}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tried out" in done.stdout
+    row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["train"]["steps"] >= 1 and not row["train"].get("skipped")
+    assert ("reward_model_loss" in row["train"]) == (number in ("048", "049"))
+
+
 def test_a_supervised_run_trains_and_asks(tmp_path, monkeypatch):
     """A piece of an arm of recipes/rl_vs_sft.py: `tune run` in two processes, as on two GPUs, and a
     server before and after.
@@ -45,9 +76,8 @@ def test_a_supervised_run_trains_and_asks(tmp_path, monkeypatch):
     write_jsonl(data, sort_letters_examples(64))
     model = make_tiny_model(tmp_path / "model", layers=1, width=64, heads=2)
     settings = {"model": str(model), "data": str(data), "seed": 0, "batch_size": 8, "seq_len": 64}
-    asked = HeldOut(
-        get_sort_letters_tasks("validation", 8), "reward", {"max_tokens": 9, "temperature": 0.0}
-    )
+    config = TrainConfig(run="", model=str(model), iterations=1, max_tokens=9).resolved(False)
+    asked = HeldOut(get_sort_letters_tasks("validation", 8), held_out_config(config, "reward"))
     settings |= {"num_threads": 1, "dtype": "bf16"}
     commands = []
 

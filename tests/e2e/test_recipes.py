@@ -4,6 +4,7 @@ it was computed.
 Only this runs the recipes in processes of their own.
 """
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -30,9 +31,13 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     make_tiny_model(folder / "model", layers=2, width=64)
     for name, seed in (("a", 3), ("b", 4)):
-        packed_tensors_from_tokenized_results(
-            random_samples(seed, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0
-        ).save(folder / f"{name}.safetensors")
+        samples = [
+            dataclasses.replace(one, reward=place % 3 / 2)
+            for place, one in enumerate(random_samples(seed, prompts=(3, 5, 8, 9, 4)))
+        ]
+        packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0).save(
+            folder / f"{name}.safetensors"
+        )
     return folder
 
 
@@ -188,8 +193,10 @@ def test_accumulation_and_ranks_change_nothing_but_rounding(
             "off_policy": "token",
         },
         {"objective": "gspo", "kl_coefficient": 0.1, "kl_estimator": "full"},
+        {"token_rewards": "implicit", "implicit_lr": 1e-2},
+        {"token_rewards": "implicit", "tensor_parallel": 2, "gradient_noise": False},
     ],
-    ids=["chosen tokens", "token rewards", "whole vocabulary"],
+    ids=["chosen tokens", "token rewards", "whole vocabulary", "reward model", "divided layers"],
 )
 def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(
     run, settings, inputs, baseline, tmp_path
@@ -199,8 +206,9 @@ def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(
         "model": str(baseline / "checkpoint"),
         "reference_model": str(inputs / "model"),
     }
-    for processes, name in ((1, "one"), (2, "two")):
-        run(tmp_path / name, inputs, processes=processes, rows_per_microbatch=processes, **settings)
+    undivided = settings | {"tensor_parallel": 1}
+    run(tmp_path / "one", inputs, processes=1, rows_per_microbatch=1, **undivided)
+    run(tmp_path / "two", inputs, processes=2, rows_per_microbatch=2, **settings)
     expected, found = (read_jsonl(tmp_path / name / "train.jsonl")[-1] for name in ("one", "two"))
     assert found.keys() == expected.keys()
     compared = {
@@ -213,6 +221,8 @@ def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(
         "ess",
         "kl",
         "chosen_fraction",
+        "reward_model_loss",
+        "reward_model_grad_norm",
     }
     for name in compared & expected.keys():
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
@@ -226,6 +236,14 @@ def test_what_is_made_over_the_whole_step_does_not_depend_on_the_ranks(
         )
         < 1e-4 * scale
     )
+    if settings.get("token_rewards"):
+        models = [
+            load_file(tmp_path / name / "state" / "reward_model" / "optimizer.safetensors")
+            for name in ("one", "two")
+        ]
+        moments = [{k: v for k, v in one.items() if k.endswith("exp_avg")} for one in models]
+        largest = max(float(value.abs().max()) for value in moments[0].values())
+        assert largest_difference(*moments) < 1e-4 * largest
     if settings.get("value_head"):
         heads = [
             load_file(tmp_path / name / "state" / "value_optimizer.safetensors")

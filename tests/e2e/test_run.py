@@ -308,6 +308,30 @@ def test_the_same_grades_give_the_same_bits(finished, monkeypatch, capsys):
 
 
 @pytest.mark.long
+def test_a_study_samples_held_out_tasks_once(finished, tmp_path, capsys):
+    """Long: only here does a real server sample an entropy batch, with its rounding of
+    log-probabilities. tests/instruments/test_held_out.py has the rest, with a stand-in.
+    """
+    output = tmp_path / "study"
+    arguments = ["study", str(finished), "--entropy-samples", "24", "--kernel", "6"]
+    assert cli.main([*arguments, "--output", str(output)]) == 0
+    said = capsys.readouterr().out
+    assert "the run's held-out tasks) was sampled before iterations 1; elsewhere" in said
+    found = json.loads((output / "study.json").read_text())
+    batches = [one["entropy_batch"] for one in found["steps"]]
+    assert all(one["answers"] == 24 and one["mismatch"] < 1e-3 for one in batches)
+    assert batches[0]["effective_size"] == pytest.approx(1, abs=1e-3)
+    assert found["logprob_fit"]["sign"] > 0.9
+    written = (output / "entropy" / "0001.safetensors").stat().st_mtime_ns
+    assert cli.main([*arguments, "--output", str(output)]) == 0
+    assert (output / "entropy" / "0001.safetensors").stat().st_mtime_ns == written
+    again = json.loads((output / "study.json").read_text())
+    assert [one["first"] for one in again["steps"]] == pytest.approx(
+        [one["first"] for one in found["steps"]], rel=1e-3
+    )
+
+
+@pytest.mark.long
 def test_other_grades_and_a_kill(finished, tmp_path):
     """Killed with its trainer in iteration 2; the same command goes on there, and ends with the
     bits of one that was not.

@@ -161,6 +161,8 @@ def content(folder):
 SAME = {  # name: (settings of both, the GPU's alone)
     "AdamW": ({}, {}),
     "SGD": ({"optimizer": "sgd"}, {}),
+    "SGD with momentum": ({"optimizer": "sgd", "momentum": 0.9}, {}),
+    "RMSprop": ({"optimizer": "rmsprop", "momentum": 0.9}, {}),
     "8 bits": ({"optimizer": "adamw_8bit"}, {}),
     "optimizer on the CPU": ({"max_grad_norm": None}, {"optimizer_on_cpu": True}),
     "optimizer in the backward pass": (

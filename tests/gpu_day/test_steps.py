@@ -52,15 +52,18 @@ def test_answers_of_a_random_model_end_after_as_many_tokens_as_gsm8ks():
 
 @pytest.mark.parametrize("rehearse", [True, False])
 @pytest.mark.parametrize("step", [step_runs.whole_run, step_runs.lora_run])
-def test_a_run_asks_for_what_a_run_may_have(step, rehearse, tmp_path, monkeypatch):
+def test_a_run_asks_for_what_a_run_may_have(step, rehearse, tmp_path):
     asked = []
+
+    def make(folder, *_):
+        folder.mkdir(parents=True)
+        return folder
+
+    def train(config, *_, **__):
+        asked.append(config.check("TrainConfig"))
+
     place = Place(Report(tmp_path / "logs"), tmp_path, rehearse)
-    monkeypatch.setattr(step_runs, "made_elsewhere", lambda folder, *_: folder)
-    monkeypatch.setattr(
-        step_runs, "train", lambda config, *_, **__: asked.append(config.check("TrainConfig"))
-    )
-    monkeypatch.setattr(step_runs.shutil, "rmtree", lambda _: None)
-    step(place)
+    step(place, step_runs.Means(make, train))
     assert asked[0].iterations > 1
 
 

@@ -2,12 +2,16 @@
 failed case.
 """
 
+import functools
+
 import pytest
 import torch
 
 from ttrl.instruments import certificate
 from ttrl.tiny_model import make_tiny_model
-from ttrl.training.parallel import weight_memory
+from ttrl.training.kernels.attention import attend
+from ttrl.training.kernels.logprobs import run_head
+from ttrl.training.parallel.weight_memory import WeightMemory
 
 CPU = torch.device("cpu")
 
@@ -36,34 +40,29 @@ def test_rows_are_ragged():
         (None, 20.0, torch.float32),
     ],
 )
-def test_attention_passes_and_a_wrong_one_fails(dtype, window, soft_cap, monkeypatch):
+def test_attention_passes_and_a_wrong_one_fails(dtype, window, soft_cap):
     """Long for windows, soft caps and bf16: only these plant a fault in what they change."""
     passed, found = certificate._try_attention(CPU, dtype, 64, 320, window, soft_cap)
     assert passed, found
     assert float(found.split()[1].rstrip(",")) < (1e-5 if dtype is torch.float32 else 0.05)
-    right = certificate.attend
 
     def unmasked(q, k, v, plan, **how):  # as if a token saw one that comes later
-        out = right(q, k, v, plan, **how)
+        out = attend(q, k, v, plan, **how)
         return torch.cat([out[:, :, :7], out[:, :, 8:9], out[:, :, 8:]], dim=2)
 
-    monkeypatch.setattr(certificate, "attend", unmasked)
-    passed, found = certificate._try_attention(CPU, dtype, 64, 320, window, soft_cap)
+    passed, found = certificate._try_attention(CPU, dtype, 64, 320, window, soft_cap, unmasked)
     assert passed is False, found
 
 
-def test_the_head_passes_and_a_wrong_one_fails(monkeypatch):
+def test_the_head_passes_and_a_wrong_one_fails():
     for dtype in (torch.float32, torch.bfloat16):
         passed, found = certificate._try_head(CPU, dtype)
         assert passed, found
-    right = certificate.run_head
-    monkeypatch.setattr(
-        certificate, "run_head", lambda *given, **how: right(*given, **how, temperature=1.01)
-    )
-    assert certificate._try_head(CPU, torch.float32)[0] is False
+    wrong = functools.partial(run_head, temperature=1.01)
+    assert certificate._try_head(CPU, torch.float32, wrong)[0] is False
 
 
-def test_every_setting_of_a_step_and_a_wrong_one(model, monkeypatch):
+def test_every_setting_of_a_step_and_a_wrong_one(model):
     trials = list(certificate._steps(CPU, model))
     found = {case: trial() for _, case, trial in trials}
     left_out = {case for case, (passed, _) in found.items() if passed is None}
@@ -78,32 +77,35 @@ def test_every_setting_of_a_step_and_a_wrong_one(model, monkeypatch):
     }
     assert all(passed is not False for passed, _ in found.values()), found
     assert len(found) - len(left_out) == 6
-    right = certificate._backward
 
     def another_loss(policy, device, seed):
-        right(policy, device, seed + (policy.compute_dtype is torch.bfloat16))
+        is_bf16 = policy.compute_dtype is torch.bfloat16
+        certificate._backward(policy, device, seed + is_bf16)
 
-    monkeypatch.setattr(certificate, "_backward", another_loss)
-    [bf16] = [trial for _, case, trial in certificate._steps(CPU, model) if case == "bf16"]
+    trials = certificate._steps(CPU, model, another_loss)
+    [bf16] = [trial for _, case, trial in trials if case == "bf16"]
     assert bf16()[0] is False
 
 
-def test_parking_is_left_out_on_a_cpu_and_weights_are_held_out(model, monkeypatch):
-    copy = weight_memory._copy
+class Damaged(WeightMemory):
+    """It loses the end of what was written."""
+
+    def write(self, tensors, dtype):
+        said = super().write(tensors, dtype)
+        self._data[-2:].zero_()
+        return said
+
+
+def test_parking_is_left_out_on_a_cpu_and_weights_are_held_out(model):
     [(_, _, trial), (_, _, holding_out)] = certificate._parking(CPU, model)
     assert trial() == (None, "left out without a GPU")
     assert holding_out()[0] is True
-    monkeypatch.setattr(
-        weight_memory, "_copy", lambda part, target: (copy(part, target), target[:1].zero_())[0]
-    )
-    assert holding_out()[0] is False
+    assert certificate._try_holding_out(CPU, Damaged)[0] is False
 
 
-def test_what_raises_is_a_failed_case_and_the_others_go_on(monkeypatch):
-    monkeypatch.setattr(certificate, "HEAD_DIMS", (64,))
-    for part in ("_heads", "_steps"):
-        monkeypatch.setattr(certificate, part, lambda *given: iter(()))
-    monkeypatch.setattr(certificate, "attend", lambda *given, **how: 1 / 0)
-    cases = list(certificate.certify(CPU))
-    assert [case.passed for case in cases] == [False] * 6 + [None, True]
-    assert cases[0].found == "ZeroDivisionError: division by zero"
+def test_what_raises_is_a_failed_case_and_the_others_go_on():
+    trials = [("a", "raises", lambda: 1 / 0), ("b", "passes", lambda: (True, "fine"))]
+    first, second = certificate.tried(trials)
+    assert (first.part, first.passed) == ("a", False)
+    assert first.found == "ZeroDivisionError: division by zero"
+    assert (second.part, second.passed, second.found) == ("b", True, "fine")

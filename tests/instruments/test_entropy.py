@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
+from support.every_sequence import SEQUENCES, a_policy, tables
+from support.every_sequence import exact_entropy as exact
 
 from ttrl.instruments.entropy import (
-    by_sequence,
     effective_size,
     entropy_by_position,
     entropy_estimates,
@@ -16,42 +17,6 @@ from ttrl.instruments.entropy import (
     mean_over,
     others_mean,
 )
-
-VOCAB, END, LONGEST = 3, 2, 3  # a sequence ends with END, or after 3 tokens
-
-
-def every_sequence(prefix=()):
-    if prefix and (prefix[-1] == END or len(prefix) == LONGEST):
-        return [prefix]
-    return [one for token in range(VOCAB) for one in every_sequence((*prefix, token))]
-
-
-SEQUENCES = every_sequence()
-PREFIXES = sorted({one[:k] for one in SEQUENCES for k in range(len(one))})
-
-
-def a_policy(seed=0):
-    """A free distribution after each prefix."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(
-        len(PREFIXES), VOCAB, generator=generator, dtype=torch.float64, requires_grad=True
-    )
-
-
-def tables(logits, sequences=SEQUENCES):
-    """log π and entropy at each place, [S, T], 0 behind the end."""
-    logp = torch.log_softmax(logits, dim=1)
-    entropy = -(logp.exp() * logp).sum(dim=1)
-    rows = [[PREFIXES.index(one[:k]) for k in range(len(one))] for one in sequences]
-    samples = torch.tensor([s for s, row in enumerate(rows) for _ in row])
-    places = torch.tensor([place for row in rows for place in row])
-    tokens = torch.tensor([token for one in sequences for token in one])
-    return by_sequence(logp[places, tokens], samples)[0], by_sequence(entropy[places], samples)[0]
-
-
-def exact(logits):
-    log_pi = tables(logits)[0].sum(dim=1)
-    return -(log_pi.exp() * log_pi).sum()
 
 
 def test_both_estimates_are_unbiased_and_the_second_has_less_variance():
@@ -64,7 +29,10 @@ def test_both_estimates_are_unbiased_and_the_second_has_less_variance():
     for _ in range(300):
         drawn = torch.multinomial(probability, 100, replacement=True, generator=generator)
         found.append(
-            [mean_over(values) for values in entropy_estimates(logprobs[drawn], entropies[drawn])]
+            [
+                mean_over(terms.sum(dim=1))
+                for terms in entropy_estimates(logprobs[drawn], entropies[drawn])
+            ]
         )
     for which in (0, 1):
         values = torch.tensor([one[which].value for one in found])
@@ -122,6 +90,18 @@ def test_weighing_gives_the_entropy_of_another_policy():
     assert effective_size(log_w[drawn]) == pytest.approx(
         float(w.sum() ** 2 / (w**2).sum()) / 20_000
     )
+
+
+def test_weighted_terms_have_the_expectation_of_another_policys_tokens():
+    start, other = a_policy().detach(), a_policy().detach() + 0.3 * a_policy(5).detach()
+    before = tables(start)[0]
+    sampled = before.sum(dim=1).exp()
+    own = tables(other)[0].sum(dim=1).exp()
+    for weighted, plain in zip(
+        entropy_estimates(*tables(other), before), entropy_estimates(*tables(other)), strict=True
+    ):
+        torch.testing.assert_close(sampled @ weighted, own @ plain)  # for each token by itself
+        assert float((sampled @ weighted).sum()) == pytest.approx(float(exact(other)))
 
 
 def gradient_of(logits, chosen, with_baseline):

@@ -12,69 +12,29 @@ from collections import Counter
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.facts import rows_of
+from support.studied_run import changed, samples_of, train, two_iterations
 from support.tiny_models import random_samples
 from support.training_steps import ALONE
 
-from ttrl import grpo_recipe
 from ttrl.cli import main
-from ttrl.configs import GRPOConfig
 from ttrl.data.packing import masks
-from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
-from ttrl.errors import UnmovedStepError
+from ttrl.data.packing.pack import PackedTensors
+from ttrl.errors import ConfigError, UnmovedStepError
+from ttrl.instruments import precision
 from ttrl.instruments import study as module
-from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
+from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only, part_of
 from ttrl.instruments.linear_response import inner, moved
 from ttrl.instruments.study import study
-from ttrl.instruments.study_report import _known, draw_tokens, headline
-from ttrl.instruments.study_run import draw_noise
+from ttrl.instruments.study_pictures import draw_noise, draw_tokens
+from ttrl.instruments.study_report import headline, known
 from ttrl.system.files import write_json
 from ttrl.training import batches
 from ttrl.training.kernels import attention, logprobs
 from ttrl.training.models.weights import to_hugging_face_names
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import is_adapter, plain
-
-
-def samples_of(number):
-    samples = random_samples(number, (3, 5, 8, 4), 6)
-    numbered = enumerate(samples)
-    return [dataclasses.replace(one, sample=k % 6, reward=float(k % 3 == 0)) for k, one in numbered]
-
-
-def train(folder, number, model, state=None, **settings):
-    """Train an iteration, as a run does; return its checkpoint."""
-    iteration = folder / f"{number:04d}"
-    iteration.mkdir(parents=True)
-    pack = iteration / "packed.safetensors"
-    packed_tensors_from_tokenized_results(samples_of(number), seq_len=48, pad_id=0).save(pack)
-    values = {"model": str(model), "packed": str(pack), "output_dir": str(iteration)}
-    values |= {"state": None if state is None else str(state), "device": "cpu", "lr": 1e-3}
-    values |= {"iteration": number, **settings}
-    (iteration / "grpo.yaml").write_text(yaml.safe_dump(values))
-    grpo_recipe.train_iteration(GRPOConfig.parse(values, "test"), ALONE)
-    return iteration / "checkpoint"
-
-
-def two_iterations(folder, model, **settings):
-    """Two iterations, each with its grpo.yaml; the checkpoint of the second."""
-    settings = {"weight_decay": 0.1, "objective": "reinforce", **settings}
-    first = train(folder, 1, model, **settings)
-    return train(folder, 2, first, first.parent / "state", **settings)
-
-
-def changed(checkpoint, folder, **settings):
-    """The same iteration with other settings in its grpo.yaml."""
-    values = yaml.safe_load((checkpoint.parent / "grpo.yaml").read_text()) | settings
-    (folder / "grpo.yaml").write_text(yaml.safe_dump(values))
-    (folder / "checkpoint").symlink_to(checkpoint)
-    return folder / "checkpoint"
-
-
-@pytest.fixture(scope="module")
-def run(model_folder, tmp_path_factory):
-    return two_iterations(tmp_path_factory.mktemp("run"), model_folder())
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +190,10 @@ def test_a_study_computes_in_its_own_dtype_whatever_the_runs_was(run_in_bf16, tm
     rounding, own = found.pop("mismatch")["rounding"], other.pop("mismatch")
     assert 1e-4 < rounding["rms"] < 0.1 and ("rounding" in own) == (dtype == "fp64")
     assert (found.pop("run_dtype"), other.pop("run_dtype")) == ("bf16", "fp32")
-    del found["checkpoint"], other["checkpoint"]
+    stated = [one.pop("precision") for one in (found, other)]
+    assert [one["mismatch"]["dtype"] for one in stated] == ["bf16", "fp32"]
+    assert [one["sweep"] for one in stated] == [{"dtype": dtype, "device": "cpu"}] * 2
+    del found["checkpoint"], other["checkpoint"], found["matrices"], other["matrices"]
     assert found == other
 
 
@@ -264,7 +227,7 @@ def test_a_base_of_few_bits_is_studied_as_it_is(
     }
     checkpoint = train(tmp_path, 2, model_folder(), **settings)
     found = study(checkpoint, sequences=32, factors=[0.02, 0.04], dtype="fp64")
-    policy = load_policy(module._config_of(checkpoint, str(tmp_path), None), ALONE)
+    policy = load_policy(module.study_config(checkpoint, str(tmp_path), None), ALONE)
     parameters = policy.parameters_by_name()
     held = {name: plain(p).float() for name, p in parameters.items() if not is_adapter(name)}
     held = to_hugging_face_names(held, policy.decoder.config)
@@ -285,7 +248,8 @@ def test_layers_that_are_computed_again_are_so_with_the_parameters_that_were_ask
     found, kept = (study(one, **how) for one in (again, run))
     for name in ("slope", "curvature"):
         assert found[name] == pytest.approx(kept[name], rel=1e-12)
-    assert found["kernel"]["adamw"] == pytest.approx(kept["kernel"]["adamw"], rel=1e-9)
+    assert found["kernel"]["predicted"] == pytest.approx(kept["kernel"]["predicted"], rel=1e-9)
+    assert found["one_batch"] == pytest.approx(kept["one_batch"], rel=1e-9)
 
 
 OBJECTIVES = {
@@ -330,11 +294,9 @@ def test_the_derivative_of_dora_is_exact(model_folder, tmp_path):
     assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
 
 
-def test_a_step_that_moved_nothing_is_named(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "samples_of", lambda number: [
-        dataclasses.replace(one, advantage=0.0) for one in random_samples(number, (3, 5), 2)
-    ])  # fmt: skip
-    checkpoint = train(tmp_path, 1, model_folder())
+def test_a_step_that_moved_nothing_is_named(model_folder, tmp_path):
+    samples = [dataclasses.replace(one, advantage=0.0) for one in random_samples(1, (3, 5), 2)]
+    checkpoint = train(tmp_path, 1, model_folder(), samples=samples)
     with pytest.raises(UnmovedStepError, match="update 1 of iteration 1 moved nothing"):
         study(checkpoint, sequences=16, factors=[1.0])
 
@@ -401,7 +363,7 @@ def test_the_policy_that_sampled_leaves_nothing_behind(model_folder, tmp_path):
         study(one, sequences=16, factors=[1.0], kernel=4, update=2) for one in (lagging, third)
     )
     assert "lag" in found.pop("mismatch") and "lag" not in alone.pop("mismatch")
-    del found["checkpoint"], alone["checkpoint"]
+    del found["checkpoint"], alone["checkpoint"], found["matrices"], alone["matrices"]
     assert found == alone
 
 
@@ -462,18 +424,134 @@ def test_a_run_of_a_gpu_is_studied_on_the_cpu(run, tmp_path, capsys):
     assert main([*arguments, "--device", "cuda"]) == 2
     assert "PyTorch sees no GPU" in capsys.readouterr().err
     assert main([*arguments, "--device", "cpu"]) == 0
-    assert "Computed in fp32 on the CPU; the run trained in fp32" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Computed in fp32 on the CPU; the run trained in fp32. By quantity: fp32 on" in said
     found = json.loads((tmp_path / "study" / "study.json").read_text())
     assert found["device"] == "cpu"
     own = study(run, sequences=16, factors=[1.0])
     assert found["slope"] == pytest.approx(own["slope"], rel=1e-5)
 
 
+def test_auto_is_the_device_that_is_there(run, tmp_path):
+    """A run of a GPU says "auto" as often as "cuda", with settings that no CPU has."""
+    gpu = {"device": "auto", "activation_offloading": True, "optimizer_on_cpu": True}
+    found = study(changed(run, tmp_path, max_grad_norm=None, **gpu), sequences=8, factors=[1.0])
+    assert found["precision"]["sweep"] == {"dtype": "fp32", "device": "cpu"}
+
+
+def test_a_copied_run_is_studied_where_it_is(run, tmp_path):
+    """Its config has the paths of the machine that trained it."""
+    there = tmp_path / "run" / "iterations"
+    for number in ("0001", "0002"):
+        shutil.copytree(run.parent.parent / number, there / number)
+    path = there / "0002" / "grpo.yaml"
+    old = yaml.safe_load(path.read_text())
+    for name in ("model", "state", "packed"):
+        parts = old[name].rpartition("/000")
+        old[name] = f"/gone/runs/x/iterations/000{parts[2]}"
+    path.write_text(yaml.safe_dump(old))
+    found = study(there / "0002" / "checkpoint", sequences=8, factors=[1.0])
+    own = study(run, sequences=8, factors=[1.0])
+    assert found["slope"] == own["slope"]
+
+
+OPTIMIZERS = {
+    "SGD": {"optimizer": "sgd", "lr": 0.1},
+    "SGD with momentum": {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9},
+    "RMSprop": {"optimizer": "rmsprop", "lr": 1e-3},
+    "RMSprop with momentum": {"optimizer": "rmsprop", "lr": 1e-3, "momentum": 0.9},
+    "in the backward pass": {"optimizer_in_backward": True, "max_grad_norm": None},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_is_studied(name, model_folder, tmp_path):
+    """The vector leads to the checkpoint, and its first order is its effect."""
+    settings = {"rows_per_microbatch": 100, **OPTIMIZERS[name]}
+    checkpoint = two_iterations(tmp_path, model_folder(), **settings)
+    found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", kernel=3)
+    assert found["step"]["cosine"] == pytest.approx(1, abs=1e-9)
+    assert found["step"]["norm_ratio"] == pytest.approx(1, abs=1e-9)
+    assert found["step"]["checkpoint_distance"] < 1e-4
+    assert found["slope"] == pytest.approx(sum(found["parts"].values()), rel=1e-9)
+    has_memory = bool(settings.get("momentum")) or "optimizer" not in settings
+    assert bool(found["parts"]["earlier"]) == has_memory
+    errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
+    assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
+    kinds = {"sgd"} | ({"rmsprop"} if "rms" in str(settings) else set())
+    assert kinds <= found["kernel"]["kinds"].keys()
+
+
+def test_moments_of_8_bits_are_studied_out_of_their_codes(model_folder, tmp_path):
+    """No step of 8 bits is taken, so no compiler is needed: their state is read as AdamW's, and the
+    rounding of the new moments is told."""
+    checkpoint = two_iterations(tmp_path, model_folder())
+    (tmp_path / "eight").mkdir()
+    eight = changed(checkpoint, tmp_path / "eight", optimizer="adamw_8bit")
+    found, plain = (study(one, sequences=8, factors=[1.0]) for one in (eight, checkpoint))
+    rounding = found["step"].pop("moment_rounding")
+    assert rounding.keys() == {"exp_avg", "exp_avg_sq"}
+    assert all(0 <= share < 0.05 for share in rounding.values())
+    assert found["step"] == plain["step"] and found["sweep"] == plain["sweep"]
+
+
+def test_a_model_that_rounds_is_refused_float64(run, tmp_path):
+    """One layer's output passes through fp32, as the norms of some of transformers' classes do."""
+    config = module.study_config(run, str(tmp_path), None)
+    studied = module._Study(config, ALONE, 0, "fp64", 0)
+    studied._widen()
+    given = (studied.policy, studied.step, config, studied.start)
+    assert precision.model_error(*given) < 1e-3
+    precision.prove_model(*given)
+    layer = studied.policy.decoder.layers[0]
+    hook = layer.register_forward_hook(lambda _m, _i, out: out.float().double())
+    with pytest.raises(ConfigError, match="its own code computes in a narrower dtype"):
+        precision.prove_model(*given)
+    hook.remove()
+    precision.prove_model(*given)
+
+
+def test_a_device_that_rounds_is_refused_float64():
+    """The CPU stands for the device, with a fault in one layer."""
+
+    def round_a_layer(policy):
+        layer = policy.decoder.layers[1]
+        layer.register_forward_hook(lambda _module, _inputs, out: out.float().double())
+
+    cpu = torch.device("cpu")
+    assert precision.float64_error(cpu, lambda policy: None) < 1e-12
+    precision.prove_device(cpu)
+    with pytest.raises(ConfigError, match="some kernel there rounds"):
+        precision.prove_device(cpu, round_a_layer)
+
+
+def test_precision_ends_later_in_wider_dtypes(run, tmp_path, capsys):
+    """bf16, fp32 and fp64 measure the same first order in between, and end where they must."""
+    factors = "1e-5,1e-4,1e-3,1e-2,0.1,1,10,30"
+    arguments = ["--precision", "--sequences", "24", "--factors", factors]
+    assert main(["study", str(run), *arguments, "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "study.json").read_text())["precision_sweep"]
+    assert [one["dtype"] for one in found["sweeps"]] == ["bf16", "fp32", "fp64"]
+    bf16, fp32, fp64 = ({p["eta"]: p["off"] for p in one["points"]} for one in found["sweeps"])
+    assert len(fp64) == 8 and fp64.keys() == fp32.keys() == bf16.keys()
+    smallest, *_, largest = sorted(fp64)
+    assert fp64[smallest] < 1e-3 and fp32[smallest] > 0.1 < bf16[smallest]
+    assert fp64[largest] > 0.1 and fp32[largest] == pytest.approx(fp64[largest], rel=0.01)
+    low, high = found["sweeps"][2]["precision_ends"], found["sweeps"][2]["linearity_ends"]
+    assert low == smallest and low < high < largest
+    ends = [one["precision_ends"] or math.inf for one in found["sweeps"]]
+    assert ends[0] >= ends[1] > ends[2]
+    assert (tmp_path / "precision.png").read_bytes().startswith(b"\x89PNG")
+    assert "fp64 on the CPU: from" in capsys.readouterr().out
+    assert main(["study", str(run), "--precision", "--dtype", "fp32"]) == 2
+    assert "--precision compares with float64" in capsys.readouterr().err
+
+
 def test_the_reference_of_a_part_is_that_of_its_own_tokens(run, model_folder, tmp_path):
     """With KL over the vocabulary, a step holds the reference's hidden states at its labels: a half
     has those of its own.
     """
-    config = module._config_of(run, str(tmp_path), None)
+    config = module.study_config(run, str(tmp_path), None)
     reference = {
         "reference_model": str(model_folder()),
         "kl_coefficient": 0.1,
@@ -482,18 +560,22 @@ def test_the_reference_of_a_part_is_that_of_its_own_tokens(run, model_folder, tm
     }
     study_of = module._Study(dataclasses.replace(config, **reference), ALONE, 0, "fp32", 0)
     samples, _ = halves(study_of.step.rows, torch.Generator().manual_seed(0))
-    part, whole = study_of._part(samples), study_of.step
+    part, whole = part_of(study_of.step, samples), study_of.step
     wanted = torch.isin(whole.rows.sample_ids, torch.tensor(samples))
+    kept = iter(part.reference_hidden)
     for row, (states, had) in enumerate(
         zip(whole.reference_hidden, whole.rows.labels != -100, strict=True)
     ):
-        assert torch.equal(part.reference_hidden[row], states[wanted[row][had]])
+        own = wanted[row][had]
+        if own.any():  # rows without any of them are gone
+            assert torch.equal(next(kept), states[own])
+    assert next(kept, None) is None
     assert 0 < sum(map(len, part.reference_hidden)) < sum(map(len, whole.reference_hidden))
     study_of._update(part)
 
 
 def test_without_matplotlib_the_command_says_so(run, monkeypatch, capsys):
-    for name in ("study_run", "study_report"):
+    for name in ("study_run", "study_report", "study_pictures"):
         monkeypatch.delitem(sys.modules, f"ttrl.instruments.{name}", raising=False)
         monkeypatch.delattr(f"ttrl.instruments.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -522,7 +604,7 @@ def test_tokens_are_drawn_whatever_a_model_wrote(tmp_path):
 
 
 def test_the_gradient_is_the_slope_of_the_values_in_any_direction(run, tmp_path):
-    config = dataclasses.replace(module._config_of(run, str(tmp_path), None), state=None)
+    config = dataclasses.replace(module.study_config(run, str(tmp_path), None), state=None)
     policy = load_policy(config, ALONE).double()
     policy.compute_dtype = torch.float64
     packed = PackedTensors.load(config.packed)
@@ -571,7 +653,7 @@ def test_the_command(run, tmp_path, capsys):
         "--factors",
         "1,-1",
         "--kernel",
-        "9",
+        "5",
         "--output",
         str(tmp_path / "study"),
     ]
@@ -584,19 +666,17 @@ def test_the_command(run, tmp_path, capsys):
     assert (
         "Cov(log π, A)" in said
         and "Trainer in fp32 − sampler, rest" in said
-        and "Fisher kernel of 9 tokens (adamw)" in said
+        and "Fisher kernel of 5 answers of the entropy batch and 12 of the update" in said
+        and "δ log π of these, measured against η Σ g·v: sign right in" in said
+        and "The U-statistic of these is" in said
     )
-    assert len(found["kernel"]["cosines"]) == 9 and found["kernel"]["sgd"]["others"] != 0
-    assert all(
-        (tmp_path / "study" / f"{name}.png").is_file() for name in ("kernel", "position", "tokens")
-    )
-    answers = found["kernel"]["sequences"]
-    assert len(answers["cosines"]) == len(answers["task"]) > 2 and answers["cosines"][0][
-        0
-    ] == pytest.approx(1)
-    assert set(answers["task"]) == set(range(max(answers["task"]) + 1)) and answers["cosines"][0][
-        1
-    ] != pytest.approx(1)
+    names = ("kernel", "position", "tokens", "split", "logprobs")
+    assert all((tmp_path / "study" / f"{name}.png").is_file() for name in names)
+    matrices = load_file(tmp_path / "study" / "kernel.safetensors")
+    assert matrices["adamw.effects"].shape == (5, 12)
+    cosines = matrices["adamw.cosines"]
+    assert torch.allclose(cosines.diagonal(), torch.ones(17)) and cosines.shape == (17, 17)
+    assert found["kernel"]["kinds"].keys() == {"sgd", "adamw"} and "matrices" not in found
     assert re.search(r"Half of it is in the first \d+ of \d+ tokens", said)
     assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
 
@@ -645,7 +725,7 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
     assert said.startswith("The change of the entropy of whole answers by each optimizer step")
     assert "before the first of 2 steps to" in said
     assert (folder / "study" / "steps.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["study", str(folder), "--kernel", "3", "--factors", "1"]) == 2
+    assert main(["study", str(folder), "--factors", "1"]) == 2
     assert "is a run" in capsys.readouterr().err
     (folder / "iterations" / "0001" / "grpo.yaml").unlink()
     (folder / "iterations" / "0002" / "grpo.yaml").unlink()
@@ -668,9 +748,9 @@ def test_what_is_gone_is_named(run, tmp_path, capsys):
     )
     assert main(["study", str(tmp_path / "checkpoint")]) == 2
     assert "state" in capsys.readouterr().err
-    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values | {"optimizer": "sgd"}))
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values | {"kept": 1}))
     assert main(["study", str(tmp_path / "checkpoint")]) == 2
-    assert "AdamW" in capsys.readouterr().err
+    assert "in the trainer's memory, those of iteration 1" in capsys.readouterr().err
 
 
 def test_what_one_group_cannot_tell_is_null(tmp_path):
@@ -679,7 +759,7 @@ def test_what_one_group_cannot_tell_is_null(tmp_path):
     """
     found = {"dH": {"measured": -0.5, "error": math.nan}, "groups": [1, math.inf], "dtype": "fp32"}
     path = tmp_path / "study.json"
-    write_json(path, _known(found))
+    write_json(path, known(found))
     assert json.loads(path.read_text()) == {
         "dH": {"measured": -0.5, "error": None},
         "groups": [1, None],

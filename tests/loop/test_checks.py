@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ttrl import GRPOConfig, Task, TrainConfig, train
+from ttrl import GRPOConfig, Task, TrainConfig, plan, train
 from ttrl.errors import ConfigError, ModelFolderError
 from ttrl.loop import checks
 from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem
@@ -230,3 +230,23 @@ def test_an_interrupted_script_says_how_to_go_on(tmp_path: Path) -> None:
         and "Traceback" not in said
     )
     assert script.returncode == -signal.SIGINT  # 130, in a shell
+
+
+def test_an_overfitting_run_has_the_first_tasks_alone():
+    """For training and validation, in one level, with no more in an iteration than there are."""
+    tasks = [
+        Task([{"role": "user", "content": str(number)}], lambda choice: 1.0, level=number)
+        for number in range(6)
+    ]
+    config = TrainConfig(**RIGHT | {"tasks_per_iteration": 32, "overfit": 3})
+    for _ in range(2):  # a checked run is checked once more where it is trained
+        config, trained, held_out = checks.checked(config, tasks, tasks[4:], model=False)
+        assert [task.id for task in trained] == [task.id for task in held_out]
+        assert [(task.messages, task.level) for task in trained] == [
+            (task.messages, 0) for task in tasks[:3]
+        ]
+        assert (config.overfit, config.tasks_per_iteration) == (3, 3)
+    made = plan(TrainConfig(**RIGHT | {"tasks_per_iteration": 32, "overfit": 3}), tasks, tasks[4:])
+    assert made.work.tasks == 3
+    with pytest.raises(ConfigError, match="overfit is 7, and there are 6 tasks; give a number fro"):
+        checks.checked(TrainConfig(**RIGHT | {"overfit": 7}), tasks, tasks, model=False)

@@ -357,7 +357,7 @@ def test_a_run_skips_what_it_need_not_see(mixed, capsys):
     ],
     ids=str,
 )
-def test_interrupted_it_chooses_what_it_would_have(mixed, monkeypatch, tmp_path, after, more):
+def test_interrupted_it_chooses_what_it_would_have(mixed, tmp_path, after, more):
     """Long for three of six places: only these lie before the level rises. Each way is interrupted
     later.
 
@@ -369,10 +369,8 @@ def test_interrupted_it_chooses_what_it_would_have(mixed, monkeypatch, tmp_path,
     whole = [(asked(mixed, n), measured(mixed, n)) for n in range(1, 8)]
     assert whole[-1][1]["level"] == 1
     mixed.run = tmp_path / "again"
-    with monkeypatch.context() as patch:
-        mixed.interrupt_after(patch, after)
-        with pytest.raises(KeyboardInterrupt):
-            mixed.train(given, **run)
+    with mixed.interrupted_after(after), pytest.raises(KeyboardInterrupt):
+        mixed.train(given, **run)
     mixed.train(given, **run)
     assert [(asked(mixed, n), measured(mixed, n)) for n in range(1, 8)] == whole
 

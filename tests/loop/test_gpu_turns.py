@@ -6,21 +6,22 @@ free than it was promised, and memory that others take or give back while it pro
 server fit one after the other, and not at the same time.
 """
 
+import functools
 import itertools
 import json
 import shutil
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import yaml
 from support.fake_vllm import canary_of
-from support.world import FakeServer
+from support.world import FakeServer, World
 
 from ttrl.errors import ServerError, ServerStartError, TrainerDiedError, TrainerError
-from ttrl.launch import trainer, tune
-from ttrl.loop import train as train_module
+from ttrl.launch.trainer import Trainer
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.files import read_jsonl
 from ttrl.system.request_folder import RequestFolder
@@ -65,153 +66,179 @@ class Gpu:
         self.hold(who, promised)
 
 
+@dataclass
+class Turns:
+    """A run's GPU, and what happens on it."""
+
+    world: World
+    promised: int
+    """GB of the server."""
+    meet: threading.Barrier | None = None
+    """Where server and trainer wait for each other."""
+    dies: set[int] = field(default_factory=set)
+    """Iterations after which the trainer dies, once."""
+    gpu: Gpu = field(default_factory=Gpu)
+
+    def of(self, kind):
+        """The class on this GPU."""
+        return type(kind.__name__, (kind,), {"turns": self})
+
+
+class TrainerThread:
+    """A trainer's process, as a thread that books what it holds."""
+
+    turns: Turns
+
+    def __init__(self, command, log_path, progress, variables=None):
+        self.progress, self._thread, self._error = (
+            progress,
+            threading.Thread(target=self._run),
+            None,
+        )
+        self._config = yaml.safe_load(Path(command[-1]).read_text())
+
+    def start(self):
+        self._thread.start()
+        return self
+
+    def _run(self):
+        error = None
+        try:
+            self._follow()
+        except BaseException as raised:  # noqa: BLE001 - told to who asks
+            error = raised if isinstance(raised, TrainerDiedError) else TrainerError(repr(raised))
+        self.turns.gpu.hold("trainer", 0)
+        self._error = error
+
+    def _follow(self):
+        self.turns.gpu.hold("trainer", TRAINS)
+        if self._config["follow"] is None:
+            return self._work(self._config)
+        self._park()
+        folder = RequestFolder(self._config["follow"])
+        for number in itertools.count(1):
+            if (request := folder.next_request(number)) is None:
+                return None
+            config = yaml.safe_load(request.read_text())
+            if config["packed"] or config["kept"] is None:
+                self.turns.gpu.hold("trainer", TRAINS)
+            self._work(config)
+            self._park()
+            if config["packed"] and config["hand_over"]:
+                asked = len(self.turns.world.requests)
+                said = {"memory": "", "parts": [], "canary": canary_of(0.5)}
+                folder.put_handover(number, said)
+                if config["iteration"] in self.turns.dies:
+                    self.turns.dies.remove(config["iteration"])
+                    while len(self.turns.world.requests) == asked:
+                        time.sleep(0.001)
+                    self.turns.gpu.events.append("dies")
+                    raise TrainerDiedError("the trainer failed (killed by signal 9)")
+            folder.put_answer(number, {})
+
+    def _park(self):
+        if self._config["free_memory"]:
+            self.turns.gpu.hold("trainer", PARKED)
+
+    def _work(self, config):
+        self.turns.gpu.events.append("trains" if config["packed"] else "canary")
+        if self.turns.meet is not None and not config["packed"]:
+            self.turns.meet.wait()
+        if config["packed"]:
+            self.turns.world.fake_tune(config, None)
+        elif config["kept"] is not None:
+            self.turns.world.fake_files(Path(config["output_dir"]), config["kept"])
+        else:
+            self.turns.world.fake_canary(Path(config["output_dir"], "checkpoint"))
+
+    def ended(self):
+        if self._error is not None:
+            raise self._error
+        return not self._thread.is_alive()
+
+    def show(self, done, **_):
+        while not done():
+            time.sleep(0.001)
+
+    def log_task_to(self, path):
+        pass
+
+    def stop(self, *_):
+        self._thread.join()
+
+    __enter__ = start
+    __exit__ = stop
+
+
+class ServerOnGpu(VLLMServer):
+    """A server that books what it holds."""
+
+    turns: Turns
+    is_started = has_ended = False
+
+    def start(self):
+        self.is_started = True
+        if self.turns.meet is not None:
+            self.turns.meet.wait()
+        self.turns.gpu.start("server", self.turns.promised)
+
+    def stop(self):
+        self.is_started = False
+        self.turns.gpu.hold("server", 0)
+
+    def check(self):
+        pass
+
+    def open_version(self):
+        return self.version
+
+    def open_to(self, version):
+        self.version = version
+
+    def request(self, method, path, *_, **__):
+        if path.startswith("/sleep"):
+            self.turns.gpu.hold("server", ASLEEP)
+        elif path not in ("/reset_prefix_cache", "/ttrl/weights"):
+            raise ServerError(f"{method} {path}: 404")
+        return {"success": True}
+
+
+def sync(server, folder, *, mode, asleep, **_):
+    """Stands in for the transfer of weights."""
+    if mode == "restart":
+        server.stop()
+        server.start()
+    server.turns.gpu.hold("server", server.turns.promised)
+    return SyncReport(mode, 0.0, Proof(canary_max_difference=0.0))
+
+
+class Keeper(PolicyServer):
+    """The real keeper of a server on the GPU; its answers are those of the world's."""
+
+    turns: Turns
+
+    def __init__(self, config, logs, console, **_):
+        super().__init__(config, logs, console, own=self.turns.of(ServerOnGpu), sync=sync)
+
+    def endpoints(self):
+        self.check()
+        fake = type("Server", (FakeServer,), {"world": self.turns.world})(None, None, None)
+        fake.checkpoint = self._serving.checkpoint
+        return fake.endpoints()
+
+
 @pytest.fixture
-def run(world, monkeypatch):
+def run(world):
     """`run(promised, **settings)`: the account of a run whose server is promised so much."""
 
     def made(promised, meet=None, dies=(), **settings):
-        gpu, dies = Gpu(), set(dies)
-
-        class TrainerThread:
-            def __init__(self, command, log_path, progress, variables=None):
-                self.progress, self._thread, self._error = (
-                    progress,
-                    threading.Thread(target=self._run),
-                    None,
-                )
-                self._config = yaml.safe_load(Path(command[-1]).read_text())
-
-            def start(self):
-                self._thread.start()
-                return self
-
-            def _run(self):
-                error = None
-                try:
-                    self._follow()
-                except BaseException as raised:  # noqa: BLE001 - told to who asks
-                    error = (
-                        raised
-                        if isinstance(raised, TrainerDiedError)
-                        else TrainerError(repr(raised))
-                    )
-                gpu.hold("trainer", 0)
-                self._error = error
-
-            def _follow(self):
-                gpu.hold("trainer", TRAINS)
-                if self._config["follow"] is None:
-                    return self._work(self._config)
-                self._park()
-                folder = RequestFolder(self._config["follow"])
-                for number in itertools.count(1):
-                    if (request := folder.next_request(number)) is None:
-                        return None
-                    config = yaml.safe_load(request.read_text())
-                    if config["packed"] or config["kept"] is None:
-                        gpu.hold("trainer", TRAINS)
-                    self._work(config)
-                    self._park()
-                    if config["packed"] and config["hand_over"]:
-                        asked = len(world.requests)
-                        said = {"memory": "", "parts": [], "canary": canary_of(0.5)}
-                        folder.put_handover(number, said)
-                        if config["iteration"] in dies:
-                            dies.remove(config["iteration"])
-                            while len(world.requests) == asked:
-                                time.sleep(0.001)
-                            gpu.events.append("dies")
-                            raise TrainerDiedError("the trainer failed (killed by signal 9)")
-                    folder.put_answer(number, {})
-
-            def _park(self):
-                if self._config["free_memory"]:
-                    gpu.hold("trainer", PARKED)
-
-            def _work(self, config):
-                gpu.events.append("trains" if config["packed"] else "canary")
-                if meet is not None and not config["packed"]:
-                    meet.wait()
-                if config["packed"]:
-                    world.fake_tune(config, None)
-                elif config["kept"] is not None:
-                    world.fake_files(Path(config["output_dir"]), config["kept"])
-                else:
-                    world.fake_canary(Path(config["output_dir"], "checkpoint"))
-
-            def ended(self):
-                if self._error is not None:
-                    raise self._error
-                return not self._thread.is_alive()
-
-            def show(self, done, **_):
-                while not done():
-                    time.sleep(0.001)
-
-            def log_task_to(self, path):
-                pass
-
-            def stop(self, *_):
-                self._thread.join()
-
-            __enter__ = start
-            __exit__ = stop
-
-        class ServerOnGpu(VLLMServer):
-            is_started = has_ended = False
-
-            def start(self):
-                self.is_started = True
-                if meet is not None:
-                    meet.wait()
-                gpu.start("server", promised)
-
-            def stop(self):
-                self.is_started = False
-                gpu.hold("server", 0)
-
-            def check(self):
-                pass
-
-            def open_version(self):
-                return self.version
-
-            def open_to(self, version):
-                self.version = version
-
-            def request(self, method, path, *_, **__):
-                if path.startswith("/sleep"):
-                    gpu.hold("server", ASLEEP)
-                elif path not in ("/reset_prefix_cache", "/ttrl/weights"):
-                    raise ServerError(f"{method} {path}: 404")
-                return {"success": True}
-
-        def sync(server, folder, *, mode, asleep, **_):
-            if mode == "restart":
-                server.stop()
-                server.start()
-            gpu.hold("server", promised)
-            return SyncReport(mode, 0.0, Proof(canary_max_difference=0.0))
-
-        class Keeper(PolicyServer):
-            def __init__(self, config, logs, console, **_):
-                super().__init__(config, logs, console, own=ServerOnGpu, sync=sync)
-
-            def endpoints(self):
-                self.check()
-                fake = type("Server", (FakeServer,), {"world": world})(None, None, None)
-                fake.checkpoint = self._serving.checkpoint
-                return fake.endpoints()
-
-        world.trainer_class = trainer.Trainer
-        with monkeypatch.context() as patch:
-            patch.setattr(train_module, "PolicyServer", Keeper)
-            patch.setattr(trainer, "TrainerProcess", TrainerThread)
-            patch.setattr(tune, "TrainerProcess", TrainerThread)
-            result = world.train(**settings)
+        turns = Turns(world, promised, meet, set(dies))
+        world.trainer_class = functools.partial(Trainer, process=turns.of(TrainerThread))
+        world.server_class = turns.of(Keeper)
+        result = world.train(**settings)
         assert result.metrics[-1]["iteration"] == settings["iterations"]
-        assert not [event for event in gpu.events if "disturbs" in event]
-        return gpu.events
+        assert not [event for event in turns.gpu.events if "disturbs" in event]
+        return turns.gpu.events
 
     return made
 
@@ -305,10 +332,10 @@ def test_on_one_gpu_a_server_that_stays_is_promised_what_the_trainer_leaves(run)
 @pytest.mark.parametrize(
     "settings", [{"device": "cpu"}, {"device": "cuda", "placement": "split"}], ids=str
 )
-def test_on_a_cpu_and_with_gpus_of_their_own_nobody_waits(run, settings, monkeypatch):
+def test_on_a_cpu_and_with_gpus_of_their_own_nobody_waits(run, world, settings, monkeypatch):
     """The server starts while the trainer loads: neither of the two would be done without the
     other.
     """
-    monkeypatch.setattr(train_module, "gpus_here", lambda: [TOTAL * 1e9] * 2)
+    world.gpus = [TOTAL * 1e9] * 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     run(15, meet=threading.Barrier(2, timeout=60), iterations=1, **settings)

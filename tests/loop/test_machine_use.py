@@ -48,9 +48,8 @@ def test_looks_are_sorted_by_what_the_run_did():
     assert list(use.take(timeline, 40.0).to_json()) == ["other"]
 
 
-def test_this_machine(monkeypatch):
-    monkeypatch.setattr(machine_use, "SECONDS", 0.01)
-    timeline, use = Timeline(), MachineWatch()
+def test_this_machine():
+    timeline, use = Timeline(), MachineWatch(seconds=0.01)
     use.begin()
     with timeline.span("sample"):
         while not use._looks:

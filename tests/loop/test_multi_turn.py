@@ -8,9 +8,7 @@ import pytest
 
 from ttrl import Sample, Task
 from ttrl.data.packing.pack import PackedTensors
-from ttrl.errors import ConfigError, TaskError
-from ttrl.loop import phases
-from ttrl.loop import train as train_module
+from ttrl.errors import ConfigError, StorageError, TaskError
 from ttrl.replays.replay import replay
 from ttrl.report.view import open_pack
 from ttrl.system.files import read_jsonl
@@ -31,11 +29,11 @@ def games(count=6):
 
 
 @pytest.fixture
-def talking(world, monkeypatch):
+def talking(world):
     """The fake server, but with prompts of whole conversations, and answers that differ between
     samples.
     """
-    server = train_module.PolicyServer
+    server = world.server_class
     asked = []
 
     def handle(self, request):
@@ -140,16 +138,13 @@ def says_no(choice):
     )
 
 
-def test_conversations_that_were_finished_before_a_kill_are_kept(talking, monkeypatch):
+def test_conversations_that_were_finished_before_a_kill_are_kept(talking):
     world = talking
-
-    def dying(path, rows):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(phases, "write_jsonl", dying)
-        with pytest.raises(KeyboardInterrupt):
-            world.train(games(), validation=[], iterations=1, sampling={"seed": 1})
+    in_the_way = world.run / "iterations/0001/rollouts.jsonl"
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"rollouts\.jsonl: Is a directory"):
+        world.train(games(), validation=[], iterations=1, sampling={"seed": 1})
+    in_the_way.rmdir()
     asked = len(world.asked)
     partial = read_jsonl(world.run / "iterations/0001/rollouts.partial.jsonl")
     assert [len(sample["turns"]) for group in partial for sample in group["samples"]] == [2] * 8

@@ -9,44 +9,16 @@ import shutil
 from uuid import uuid4
 
 import pytest
-from support.world import FakeServer
+from support.world import Disk, PowerCut
 
 from ttrl.errors import RunFolderError, ServerStartError, StorageError
-from ttrl.loop import train as train_module
 from ttrl.run_folder.config_changes import history
 from ttrl.run_folder.folder import RunFolder
-from ttrl.system import files
-from ttrl.system.files import read_jsonl
+from ttrl.system.files import atomic_folder, read_jsonl
 from ttrl.system.mirror_store import MirrorStore
 
 LOGS = {"train.jsonl", "trainer_logprobs.safetensors"}
 RUN = {"iterations": 2, "tasks_per_iteration": 2}
-
-
-class PowerCut(BaseException):
-    pass
-
-
-class Disk:
-    """Counts what changes names on the disk; from the n-th time on, nothing changes any more, not
-    in anybody's clean-up.
-    """
-
-    NAMES = ("replace", "mkdir", "unlink", "rmdir", "fsync", "ftruncate")
-
-    def __init__(self, patch, last):
-        self.count, self.last = 0, last
-        for name in self.NAMES:
-            patch.setattr(os, name, self.counted(getattr(os, name)))
-
-    def counted(self, original):
-        def change(*arguments, **options):
-            self.count += 1
-            if self.last is not None and self.count > self.last:
-                raise PowerCut
-            return original(*arguments, **options)
-
-        return change
 
 
 def state_of(world):
@@ -165,25 +137,27 @@ def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatc
     assert problems == []
 
 
-def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch):
+def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world):
     """The system refuses to write a checkpoint's bytes: what is needed, what is free, and nothing
     that was finished is lost.
     """
     world.writes_reports = True
-    with monkeypatch.context() as patch:
-        original = files.fsync_tree
+    write_files = world.fake_files
 
-        def full(root):
-            if "checkpoint" in root.name and "0002" in str(root):
+    def full(output, number):
+        if number == 2:
+            with atomic_folder(output / "checkpoint") as temporary:
+                (temporary / "config.json").write_text("{}")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            original(root)
+        write_files(output, number)
 
-        patch.setattr(files, "fsync_tree", full)
-        with pytest.raises(
-            StorageError,
-            match=r"iterations/0002/checkpoint: No space left .* free there\); make room",
-        ):
-            world.train(**RUN)
+    world.fake_files = full
+    with pytest.raises(
+        StorageError,
+        match=r"iterations/0002/checkpoint: No space left .* free there\); make room",
+    ):
+        world.train(**RUN)
+    world.fake_files = write_files
     assert not list(world.run.rglob(".partial-*"))
     world.events.clear()
     world.requests.clear()
@@ -195,24 +169,39 @@ def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch)
     assert 2 in {version for version, _ in world.requests}
 
 
-def test_a_run_that_cannot_fit_is_not_begun(world, monkeypatch):
-    usage = shutil.disk_usage(world.folder)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
+@pytest.fixture
+def enormous(world):
+    """A model whose checkpoints fit on no disk, by its config."""
+    folder = shutil.copytree(world.model, world.folder / "enormous")
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] = 10**15
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_run_that_cannot_fit_is_not_begun(world, enormous):
     with pytest.raises(
         StorageError,
-        match=r"the next 2 iterations need [\d.]+ kB .*, but 20 kB are free there; make room",
+        match=r"the next 2 iterations need [\d,.]+ EB .*, but [\d.]+ .B are free there; make room",
     ):
-        world.train(**RUN)
+        world.train(**RUN, model=enormous)
     assert world.events == []
 
 
-def test_the_run_goes_on_on_another_machine(world, monkeypatch):
+def cut_at_the_end(run_folder, rows=None):
+    """The last report is of the whole folder."""
+    if rows is None:
+        raise PowerCut
+    return run_folder / "report.html"
+
+
+def test_the_run_goes_on_on_another_machine(world):
     world.writes_reports = True
     address = f"memory://{uuid4().hex}"
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "leave_report", lambda _: (_ for _ in ()).throw(PowerCut))
-        with pytest.raises(PowerCut):
-            world.train(**RUN, mirror=address)
+    world.leave_report = cut_at_the_end
+    with pytest.raises(PowerCut):
+        world.train(**RUN, mirror=address)
+    del world.leave_report
     world.run.rename(world.folder / "the other machine")
     world.events.clear()
     result = world.train(**(RUN | {"iterations": 3}), mirror=address)
@@ -228,37 +217,35 @@ def test_a_changed_setting_is_taken_where_it_is_allowed(world):
     world.train(**RUN)
     with pytest.raises(RunFolderError, match=r"\+ training\.lr: 0\.5"):
         world.train(**(RUN | {"iterations": 3}), training={"lr": 0.5})
-    changed = world.config(**(RUN | {"iterations": 3}), training={"lr": 0.5})
-    train_module.train_checked(
-        changed, world.tasks(6), world.tasks(2, "held-out"), allow_changes=["lr"]
-    )
+    changed = RUN | {"iterations": 3, "training": {"lr": 0.5}}
+    world.train(allow_changes=["lr"], **changed)
     assert world.recipes[-1]["lr"] == 0.5
     (line,) = history(world.run)
     assert line.iteration == 3
     assert line.changes == {"iterations": [2, 3], "training.lr": ["not set", 0.5]}
 
 
-def test_a_start_that_was_refused_binds_nobody(world, monkeypatch):
+def test_a_start_that_was_refused_binds_nobody(world, enormous):
     """The advice of the refusal, other settings, is taken by the same command on the same
     folder.
     """
-    with monkeypatch.context() as patch:
-        usage = shutil.disk_usage(world.folder)
-        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
-        with pytest.raises(StorageError, match="adapters alone"):
-            world.train(iterations=1)
+    with pytest.raises(StorageError, match="adapters alone"):
+        world.train(iterations=1, model=enormous)
     world.train(iterations=1, training={"lora_rank": 2}, seed=3)
     assert RunFolder(world.run).config()["seed"] == 3
     with pytest.raises(RunFolderError, match=r"(?s)- seed: 3.*\+ seed: 4"):
         world.train(iterations=1, training={"lora_rank": 2}, seed=4)
 
 
-def test_a_server_that_never_started_binds_nobody_either(world, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise ServerStartError("the vLLM server ended while it started")
+def test_a_server_that_never_started_binds_nobody_either(world):
+    before = world.server_class
 
-    with monkeypatch.context() as patch:
-        patch.setattr(FakeServer, "serve", refuse)
-        with pytest.raises(ServerStartError):
-            world.train(iterations=1)
+    class Refusing(before):
+        def serve(self, *_, **__):
+            raise ServerStartError("the vLLM server ended while it started")
+
+    world.server_class = Refusing
+    with pytest.raises(ServerStartError):
+        world.train(iterations=1)
+    world.server_class = before
     world.train(iterations=1, seed=3)

@@ -8,6 +8,7 @@ import shutil
 import threading
 
 import pytest
+from support.world import Disk, PowerCut
 
 from ttrl.errors import ConfigError, ServerError
 from ttrl.facts import Step
@@ -15,7 +16,6 @@ from ttrl.loop.jobs import Jobs
 from ttrl.loop.phases import Phases
 from ttrl.loop.timeline import Timeline
 from ttrl.run_folder.folder import RunFolder
-from ttrl.system import files
 from ttrl.system.files import digest, read_jsonl
 
 
@@ -248,29 +248,7 @@ def test_one_step_off_policy_with_a_stop_and_untrained_iterations(world):
 # Death at any moment
 
 
-class DeathError(BaseException):
-    pass
-
-
-def die_at(patch, count):
-    """From the `count`-th file that is made durable on, nothing reaches the disk any more. Returns
-    how many there have been.
-    """
-    lock, made = threading.Lock(), [0]
-
-    def deadly(original):
-        def call(*args):
-            with lock:
-                made[0] += 1
-                if made[0] >= count:
-                    raise DeathError
-            return original(*args)
-
-        return call
-
-    for name in ("replace", "fsync"):
-        patch.setattr(files.os, name, deadly(getattr(files.os, name)))
-    return made
+DURABLE = ("replace", "fsync")
 
 
 def test_killed_at_any_file_it_ends_as_it_would_have(world, monkeypatch):
@@ -280,14 +258,14 @@ def test_killed_at_any_file_it_ends_as_it_would_have(world, monkeypatch):
         world.train(iterations=2, tasks_per_iteration=2, off_policy_steps=1, stop_at=None)
 
     with monkeypatch.context() as patch:
-        made = die_at(patch, 10**9)
+        disk = Disk(patch, None, DURABLE)
         train()
     whole = everything(world)
-    for count in range(27, made[0], 41):
+    for count in range(27, disk.count, 41):
         shutil.rmtree(world.run)
         with monkeypatch.context() as patch:
-            die_at(patch, count)
-            with pytest.raises(DeathError):
+            Disk(patch, count, DURABLE)
+            with pytest.raises(PowerCut):
                 train()
         requests = len(world.requests)
         train()

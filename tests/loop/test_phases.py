@@ -75,16 +75,15 @@ def test_run_async_ends_its_coroutine_when_a_notebook_is_interrupted():
 
 
 def make(world, **changes):
-    from ttrl.loop import train as train_module
-
     config = world.config(**changes).resolved(cuda=False)
-    server = train_module.PolicyServer(config, world.run / "logs", Console(quiet=True))
+    server = world.server_class(config, world.run / "logs", Console(quiet=True))
     return Phases(
         config,
         RunFolder(world.run),
         world.model,
         tasks=world.tasks(6),
         server=server,
+        trainer=world.trainer_class(),
         console=Console(quiet=True),
     )
 

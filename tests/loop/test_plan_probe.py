@@ -4,18 +4,31 @@ import pytest
 
 from ttrl.errors import TtrlError, UserError
 from ttrl.facts import MetricsRow, TrainFigures
-from ttrl.loop import plan_probe as probe_module
-from ttrl.loop.plan_probe import ProcessMemory, _kind, _scaled
+from ttrl.loop.plan_probe import ProcessMemory, _kind, _scaled, probe
 from ttrl.loop.run_plan import plan
 from ttrl.plans.expected_lengths import Assumptions
 from ttrl.plans.measured import Seconds
+from ttrl.plans.planner import make_plan
 
 
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
-    """The speed of this machine is not looked at, and two iterations show what four do."""
-    monkeypatch.setattr(probe_module, "PROBE_SECONDS", 1e9)
-    monkeypatch.setattr(probe_module, "_ITERATIONS", 2)
+def probed_plan(world, config, tasks=(), held_out=(), assumptions=None, most_seconds=1e9):
+    """What `plan(probe=True)` returns, on a world's parts.
+
+    The speed of this machine is not looked at, and two iterations show what four do.
+    """
+    assumptions = assumptions or Assumptions()
+    rough = make_plan(config, tasks, held_out, assumptions=assumptions)
+    found = probe(
+        rough,
+        config,
+        assumptions,
+        list(tasks),
+        list(held_out),
+        most_seconds=most_seconds,
+        iterations=2,
+        parts=world.parts,
+    )
+    return make_plan(config, tasks, held_out, assumptions=assumptions, probed=found)
 
 
 def test_a_probe_is_a_run_of_its_own(world, tmp_path):
@@ -25,7 +38,7 @@ def test_a_probe_is_a_run_of_its_own(world, tmp_path):
         {},
     )
     config, tasks = world.config(stop_at=0.0, cache=[str(tmp_path / "cache")]), world.tasks(6)
-    made = plan(config, tasks, world.tasks(2, "held-out"), probe=True)
+    made = probed_plan(world, config, tasks, world.tasks(2, "held-out"))
     assert not world.run.exists() and not (tmp_path / "cache").exists()
     assert made.completions_from == made.signal_from == "probe" and made.prompts_from == "tasks"
     assert {phase.source for name, phase in made.seconds.phases.items() if name != "other"} <= {
@@ -39,18 +52,17 @@ def test_a_probe_is_a_run_of_its_own(world, tmp_path):
     assert made.iterations == config.iterations == 3  # of the run that is planned
 
 
-def test_long_iterations_are_probed_in_part(world, monkeypatch):
-    monkeypatch.setattr(probe_module, "PROBE_SECONDS", 0.0)
-    made = plan(world.config(tasks_per_iteration=8), world.tasks(8), probe=True)
+def test_long_iterations_are_probed_in_part(world):
+    config = world.config(tasks_per_iteration=8)
+    made = probed_plan(world, config, world.tasks(8), most_seconds=0.0)
     sampled = {prompt for _, prompt in world.requests}
     assert len(sampled) == 8 and len(world.requests) == 2 * 4  # two iterations of four tasks
     assert (made.work.tasks, made.work.samples) == (8, 32)
 
 
 def test_without_tasks_some_are_made_up(world):
-    made = plan(
-        world.config(), assumptions=Assumptions(prompt_tokens=10, completion_tokens=3), probe=True
-    )
+    assumed = Assumptions(prompt_tokens=10, completion_tokens=3)
+    made = probed_plan(world, world.config(), assumptions=assumed)
     assert made.completions_from == "assumed" and made.work.samples == 8
     assert all(prompt for _, prompt in world.requests)
     # Rewards differ, whatever is said.
@@ -59,21 +71,20 @@ def test_without_tasks_some_are_made_up(world):
 
 def test_rewards_that_never_differ_are_planned_as_assumed(world):
     world.grade = lambda choice: (1.0, {})
-    made = plan(world.config(), world.tasks(6), probe=True)
+    made = probed_plan(world, world.config(), world.tasks(6))
     assert made.work.signal_share == 1.0 and made.signal_from == "assumed"
     assert made.warnings[0].startswith(
         "nothing would be trained: in none of the 4 groups of the probe did rewards differ"
     )
-    half = plan(
-        world.config(), world.tasks(6), probe=True, assumptions=Assumptions(signal_share=0.5)
-    )
+    assumed = Assumptions(signal_share=0.5)
+    half = probed_plan(world, world.config(), world.tasks(6), assumptions=assumed)
     assert half.work.signal_share == 0.5 and half.signal_from == "assumed"
 
 
 def test_a_probe_that_samples_nothing_is_no_plan(world):
     world.refused = {task.messages[-1]["content"] for task in world.tasks(6)}
     with pytest.raises(TtrlError, match="all 8 samples of 2 tasks failed"):
-        plan(world.config(), world.tasks(6), probe=True)
+        probed_plan(world, world.config(), world.tasks(6))
 
 
 def test_only_whole_iterations_on_this_machine_are_probed(world):

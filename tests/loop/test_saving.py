@@ -25,12 +25,9 @@ class HeldOut(int):
         return {"embeddings": f"of {int(self)}", "head": f"of {int(self)}{self.bits}"}
 
 
-@pytest.fixture
-def beside(world):
-    """The world's trainer hands over at once, and writes when it is waited for, if at all:
-    `beside.fail[N]` is what happens then, once; `beside.dies[N]`, when it is asked for an
-    iteration; after `beside.lost[N]` looks it is gone; `beside.bits[N]` changes the bits of a
-    tensor. It holds what it trained last, as the real one.
+def trainer_that_hands_over(world):
+    """A trainer that hands over at once, and writes when it is waited for, if at all. It holds what
+    it trained last, as the real one.
     """
 
     class HandsOver(world.trainer()):
@@ -87,9 +84,19 @@ def beside(world):
 
         is_lost = False
 
-    HandsOver.fail, HandsOver.dies, HandsOver.lost, HandsOver.bits = {}, {}, {}, {}
-    world.trainer_class = HandsOver
     return HandsOver
+
+
+@pytest.fixture
+def beside(world):
+    """The world's trainer hands over: `beside.fail[N]` is what happens when it is waited for, once;
+    `beside.dies[N]`, when it is asked for an iteration; after `beside.lost[N]` looks it is gone;
+    `beside.bits[N]` changes the bits of a tensor.
+    """
+    made = trainer_that_hands_over(world)
+    made.fail, made.dies, made.lost, made.bits = {}, {}, {}, {}
+    world.trainer_class = made
+    return made
 
 
 def computed(world):
@@ -330,27 +337,27 @@ def test_a_trainer_that_dies_is_brought_to_where_it_was(world, beside):
     assert_finished(world, 6, 6 * 2 + 7 * 2)
 
 
-def test_a_trainer_that_starts_again_leaves_what_validation_is_writing(world, beside, monkeypatch):
+def test_a_trainer_that_starts_again_leaves_what_validation_is_writing(world, beside):
     left = [
         ".partial-1-checkpoint/model.safetensors",
         ".partial-1-validation.jsonl",
         "done/.partial-1-validate.json",
     ]
     there = []
-    make_checkpoint = beside.make_checkpoint
 
-    def dying_once(self, number, recipe_config):
-        folder = world.run / f"iterations/{number:04d}"
-        if number == 2:
-            if not there:
-                for name in left:
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / name).touch()
-                beside.dies[2] = TrainerDiedError(DEAD)
-            there.append([name for name in left if (folder / name).exists()])
-        return make_checkpoint(self, number, recipe_config)
+    class DyingOnce(beside):
+        def make_checkpoint(self, number, recipe_config):
+            folder = world.run / f"iterations/{number:04d}"
+            if number == 2:
+                if not there:
+                    for name in left:
+                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                        (folder / name).touch()
+                    beside.dies[2] = TrainerDiedError(DEAD)
+                there.append([name for name in left if (folder / name).exists()])
+            return super().make_checkpoint(number, recipe_config)
 
-    monkeypatch.setattr(beside, "make_checkpoint", dying_once)
+    world.trainer_class = DyingOnce
     world.train(weight_sync="memory", iterations=2)
     assert there == [left, left[1:]]
 

@@ -98,7 +98,7 @@ def test_without_it_no_marker_speaks_of_it(world):
 @pytest.mark.parametrize(
     "after", [1, 5, *(pytest.param(after, marks=pytest.mark.long) for after in (2, 3))]
 )
-def test_interrupted_it_goes_on_as_it_would_have(rare, monkeypatch, tmp_path, after):
+def test_interrupted_it_goes_on_as_it_would_have(rare, tmp_path, after):
     """Long for two of four places: only these lie in the middle. First and last stay.
 
     Long for one epoch: only that ends with its last task.
@@ -109,10 +109,8 @@ def test_interrupted_it_goes_on_as_it_would_have(rare, monkeypatch, tmp_path, af
     assert len(whole[0]) > 2
     rare.run = tmp_path / "again"
     rare.requests.clear()
-    with monkeypatch.context() as patch:
-        rare.interrupt_after(patch, after)
-        with pytest.raises(KeyboardInterrupt):
-            rare.train(tasks, **run)
+    with rare.interrupted_after(after), pytest.raises(KeyboardInterrupt):
+        rare.train(tasks, **run)
     kept = read_jsonl(rare.run / "iterations/0001/rollouts.partial.jsonl")
     assert len(kept) == after
     rare.requests.clear()

@@ -111,15 +111,12 @@ def test_when_every_request_fails_on_a_living_server(world):
     assert world.events[-1] == "stop"
 
 
-def test_a_server_that_dies_while_it_samples_is_named_and_what_it_sampled_is_kept(
-    world, monkeypatch
-):
+def test_a_server_that_dies_while_it_samples_is_named_and_what_it_sampled_is_kept(world):
     def sampled(prompt):
         if len(world.requests) == 2:
             world.server_is_dead = True
 
     world.sampled = sampled
-    world.ask_one_at_a_time(monkeypatch)
     with pytest.raises(ServerDiedError, match="killed by signal 9; its last log lines: boom"):
         world.train(tasks_per_iteration=6, iterations=1, validation=[])
     assert world.events[-1] == "stop"

@@ -13,15 +13,11 @@ from ttrl import Task, TrainConfig, train
 from ttrl.errors import (
     RunFolderError,
 )
-from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
 from ttrl.loop.task_stream import TaskStream
-from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.folder import IterationFolder, RunFolder
 from ttrl.system.console import Console
 from ttrl.system.files import read_jsonl
-
-METHODS = {"train": "train_policy"}
-"""Of `Phases`, where they have another name than the phase."""
 
 
 class BoomError(Exception):
@@ -59,10 +55,9 @@ def test_another_number_of_tasks_goes_on_where_the_stream_of_tasks_was(world, st
 
     run = {"off_policy_steps": steps, "iterations": 2}
     world.train(world.tasks(24), **run)
-    more = world.config(**run | {"iterations": 4, "tasks_per_iteration": 5})
-    train_module.train_checked(
-        more, world.tasks(24), world.tasks(2, "held-out"), allow_changes=["tasks_per_iteration"]
-    )
+    changed = run | {"iterations": 4, "tasks_per_iteration": 5}
+    world.train(world.tasks(24), allow_changes=["tasks_per_iteration"], **changed)
+    more = world.config(**changed)
     stream = [
         task.id
         for task in TaskStream(more, RunFolder(world.run), world.tasks(24)).tasks_from(0, 14)
@@ -91,7 +86,7 @@ def test_more_iterations_continue_a_finished_run(world):
         for moment in ("before", "before its marker", "after")
     ],
 )
-def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, moment):
+def test_interrupted_anywhere_it_continues_there(world, phase, moment):
     """An exception before a phase, between its work and its marker, and after its marker: what was
     marked is not repeated.
 
@@ -100,44 +95,14 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
 
     Long for the other phases: each only stops at its own marker.
     """
-    done, iteration = [], 1
+    done = []
 
-    def watched(name, original):
-        def run(self, number):
-            broken = (name, number) == (phase, iteration)
-            if broken and moment == "before":
-                raise BoomError
-            was_done = self.folder.iteration(number).is_done(name)
-            original(self, number)
-            if not was_done:
-                done.append((name, number))
-            if broken and moment == "after":
-                raise BoomError
-
-        return run
-
-    with monkeypatch.context() as patch:
-        for name in ("rollouts", "pack", "train", "validate"):
-            method = METHODS.get(name, name)
-            patch.setattr(Phases, method, watched(name, getattr(Phases, method)))
-        if moment == "before its marker":
-            from ttrl.run_folder.folder import IterationFolder
-
-            original_mark = IterationFolder.mark
-
-            def mark(self, facts, *what):
-                if (facts.phase, self.number) == (phase, iteration):
-                    raise BoomError
-                return original_mark(self, facts, *what)
-
-            patch.setattr(IterationFolder, "mark", mark)
-        with pytest.raises(BoomError):
-            world.train(iterations=2)
+    world.phases_class = phases_that_note(done, phase, moment)
+    with pytest.raises(BoomError):
+        world.train(iterations=2)
     assert world.events[-1] == "stop"  # nothing is left running
     finished = list(done)
-    for name in ("rollouts", "pack", "train", "validate"):
-        method = METHODS.get(name, name)
-        monkeypatch.setattr(Phases, method, counting(name, getattr(Phases, method), done))
+    world.phases_class = phases_that_note(done)
     world.events.append("again")
     world.train(iterations=2)
     whole = [("validate", 0)] + [
@@ -159,14 +124,55 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
         assert {row["weights_version"] for row in rows} == {number}
 
 
-def counting(name, original, done):
-    def run(self, number):
-        was_done = self.folder.iteration(number).is_done(name)
-        original(self, number)
-        if not was_done:
-            done.append((name, number))
+class Unmarked(IterationFolder):
+    def mark(self, *_):
+        raise BoomError
 
-    return run
+
+class UnmarkedRun(RunFolder):
+    """A run's folder in which iteration 1 gets no further marker."""
+
+    def __init__(self, folder):
+        vars(self).update(vars(folder))
+
+    def iteration(self, number):
+        folder = super().iteration(number)
+        return Unmarked(folder.path, number, self.lease) if number == 1 else folder
+
+
+def phases_that_note(done, broken="", moment=""):
+    """The run's phases, which append (name, iteration) to `done` where one was not done before.
+    Iteration 1's phase `broken` raises BoomError "before" or "after" its work, or "before its
+    marker".
+    """
+
+    class Noting(Phases):
+        def _noted(self, name, work, number):
+            is_broken = (name, number) == (broken, 1)
+            if is_broken and moment == "before":
+                raise BoomError
+            if is_broken and moment == "before its marker":
+                self.folder = UnmarkedRun(self.folder)
+            was_done = self.folder.iteration(number).is_done(name)
+            work(number)
+            if not was_done:
+                done.append((name, number))
+            if is_broken and moment == "after":
+                raise BoomError
+
+        def rollouts(self, number):
+            self._noted("rollouts", super().rollouts, number)
+
+        def pack(self, number):
+            self._noted("pack", super().pack, number)
+
+        def train_policy(self, number):
+            self._noted("train", super().train_policy, number)
+
+        def validate(self, number):
+            self._noted("validate", super().validate, number)
+
+    return Noting
 
 
 def test_interrupted_while_preparing(world):
@@ -183,21 +189,21 @@ def test_interrupted_while_preparing(world):
     assert [row["iteration"] for row in world.rows()] == [0, 1]
 
 
-def test_interrupted_while_sampling_only_what_is_missing_is_sampled(world, monkeypatch, capsys):
+def test_interrupted_while_sampling_only_what_is_missing_is_sampled(world, capsys):
     """Twice, after two of five tasks by Ctrl-C and after one more by SIGTERM; and speeds are not
     made up.
     """
     run = {"tasks": world.tasks(5), "validation": [], "tasks_per_iteration": 5, "iterations": 1}
-    with monkeypatch.context() as patch:
-        world.interrupt_after(patch, 2)
-        with pytest.raises(KeyboardInterrupt):
-            world.train(**run)
+    with world.interrupted_after(2), pytest.raises(KeyboardInterrupt):
+        world.train(**run)
     assert world.events.pop() == "stop"
-    with monkeypatch.context() as patch:
-        world.interrupt_after(patch, 1, signal.SIGTERM)
-        with pytest.raises(SystemExit) as ended, Console().interruptible("this way on"):
-            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # which would end pytest
-            world.train(**run)
+    with (
+        world.interrupted_after(1, signal.SIGTERM),
+        pytest.raises(SystemExit) as ended,
+        Console().interruptible("this way on"),
+    ):
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # which would end pytest
+        world.train(**run)
     assert world.events[-1] == "stop" and ended.value.code == 143
     assert capsys.readouterr().err.count("interrupted; this way on\n") == 1
     partial = world.run / "iterations/0001/rollouts.partial.jsonl"
@@ -228,7 +234,7 @@ def first_tasks(world, run):
 
 
 @pytest.mark.parametrize("kept", [1, 2])
-def test_kept_samples_of_the_same_task_twice_in_an_iteration(world, monkeypatch, kept):
+def test_kept_samples_of_the_same_task_twice_in_an_iteration(world, kept):
     same = Task([{"role": "user", "content": "twice"}], lambda choice: world.grade(choice))
     other = Task([{"role": "user", "content": "once"}], lambda choice: world.grade(choice))
     same_name = Task(
@@ -240,10 +246,8 @@ def test_kept_samples_of_the_same_task_twice_in_an_iteration(world, monkeypatch,
         "tasks_per_iteration": 4,
         "iterations": 1,
     }
-    with monkeypatch.context() as patch:
-        world.interrupt_after(patch, kept)
-        with pytest.raises(KeyboardInterrupt):
-            world.train(**run)
+    with world.interrupted_after(kept), pytest.raises(KeyboardInterrupt):
+        world.train(**run)
     finished = len(read_jsonl(world.run / "iterations/0001/rollouts.partial.jsonl"))
     assert kept <= finished < 4
     world.requests.clear()
@@ -297,11 +301,11 @@ def test_metrics_damaged_in_the_middle(world):
         world.train(iterations=1)
 
 
-def test_rollouts_that_were_changed_after_they_were_graded_are_not_trained_on(world, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Phases, "pack", lambda *_: (_ for _ in ()).throw(BoomError))
-        with pytest.raises(BoomError):
-            world.train()
+def test_rollouts_that_were_changed_after_they_were_graded_are_not_trained_on(world):
+    world.phases_class = phases_that_note([], "pack", "before")
+    with pytest.raises(BoomError):
+        world.train()
+    world.phases_class = Phases
     path = world.run / "iterations/0001/rollouts.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     # Every group torn apart.
@@ -353,11 +357,9 @@ def test_other_tasks_are_refused_until_the_person_says_that_they_are_meant(world
     assert len(world.rows()) == 3
 
 
-def test_kept_samples_of_other_tasks_are_not_used(world, monkeypatch):
-    with monkeypatch.context() as patch:
-        world.interrupt_after(patch, 2)
-        with pytest.raises(KeyboardInterrupt):
-            world.train(tasks=world.tasks(4), validation=[], tasks_per_iteration=4, iterations=1)
+def test_kept_samples_of_other_tasks_are_not_used(world):
+    with world.interrupted_after(2), pytest.raises(KeyboardInterrupt):
+        world.train(tasks=world.tasks(4), validation=[], tasks_per_iteration=4, iterations=1)
     (world.run / "tasks.json").unlink()
     world.train(tasks=world.tasks(4, "new"), validation=[], tasks_per_iteration=4, iterations=1)
     rows = read_jsonl(world.run / "iterations/0001/rollouts.jsonl")

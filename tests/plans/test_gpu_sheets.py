@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pynvml
@@ -199,7 +200,11 @@ def parent(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     in_child.cache_clear()
 
-    def run(command, **_):
+    run_program = subprocess.run
+
+    def run(command, **how):
+        if command[0] != sys.executable:
+            return run_program(command, **how)
         here.asked.append(command)
         return SimpleNamespace(stdout="a warning of some library\n" + here.answer)
 
@@ -258,16 +263,14 @@ def test_gpus_of_several_kinds_have_an_order_where_it_is_asked_for(parent, monke
 
 def test_the_environment_and_a_plan_make_no_context_either(parent, monkeypatch, tmp_path):
     Driver(("NVIDIA H200", 141 * GIB)).install(monkeypatch)
-    monkeypatch.setattr("ttrl.loop.environment.git_commit", lambda _: None)
     assert describe_environment()["gpus"] == ["NVIDIA H200"]
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     made = plan(TrainConfig(run="r", model=str(tmp_path), iterations=1))
     assert (made.machine.name, made.machine.gpus) == ("NVIDIA H200", 1) and not parent.asked
 
 
-def test_a_child_that_fails_is_told(monkeypatch):
+def test_a_child_that_fails_is_told():
     with pytest.raises(UserError, match=r"cannot use the GPU: RuntimeError: driver too old; `ttrl"):
         in_child("raise RuntimeError('driver too old')")
-    monkeypatch.setattr("ttrl.system.gpus._SECONDS", 0.2)
     with pytest.raises(UserError, match=r"did not report the GPU within 0\.2 s"):
-        in_child("import time; time.sleep(60)")
+        in_child("import time; time.sleep(60)", seconds=0.2)

@@ -16,7 +16,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.costs.memory import Workload, left_parked, training_memory
 from ttrl.costs.server import beyond_budget, left_asleep, server_memory, token_cache_bytes
 from ttrl.errors import ConfigError
-from ttrl.loop.train import _chosen
+from ttrl.loop.train import Parts, _chosen
 from ttrl.plans.memory_plan import host_needs, serving_of, shares_memory
 from ttrl.plans.open_choices import IGNORE_VARIABLE, choose, refuse
 from ttrl.plans.open_settings import CHOSEN, as_begun, value_of
@@ -183,11 +183,11 @@ def test_a_trainer_that_works_in_a_host_too_small_for_it_is_refused():
     assert parked.problem is None  # read from files instead
 
 
-def test_it_is_said_where_save_every_has_to_give_way(tmp_path, monkeypatch, capsys):
+def test_it_is_said_where_save_every_has_to_give_way(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2.5_7b"]))
-    monkeypatch.setattr("ttrl.loop.train.gpus_here", lambda: [80 * GB] * 8)
-    monkeypatch.setattr("ttrl.loop.train.host_here", lambda: 30 * GB)
-    made = _chosen(dataclasses.replace(config_of(save_every=5), model=str(tmp_path)), {}, Console())
+    config = dataclasses.replace(config_of(save_every=5), model=str(tmp_path))
+    parts = Parts(gpus=lambda: [80 * GB] * 8, host=lambda: 30 * GB)
+    made = _chosen(config, {}, Console(), parts)
     assert made.resolved(cuda=True).save_every == 1
     line = (
         r"note: save_every is 1, not 5, because servers read the files of each iteration: without "
@@ -568,10 +568,9 @@ def test_a_run_that_is_continued_keeps_what_was_chosen():
     assert as_begun(config_of(), {}) == config_of()
 
 
-def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
+def test_a_run_chooses_remembers_and_refuses(world, capsys):
     """With GPUs that are not here, on which nothing but the fakes of this world runs."""
-    gpus = [24 * GB, 80 * GB]
-    monkeypatch.setattr("ttrl.loop.train.gpus_here", lambda: gpus)
+    world.gpus = [24 * GB, 80 * GB]
     world.train(device="cuda", iterations=1)
     assert "chosen for 2 GPUs with 22.4 GiB" in capsys.readouterr().out
     before = yaml.safe_load((world.run / "config.yaml").read_text())
@@ -585,11 +584,11 @@ def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
         and before["server"]["gpu_memory_utilization"] == 0.83
     )
     assert world.recipes[0]["rows_per_microbatch"] == 64
-    gpus[:] = [80 * GB] * 4
+    world.gpus = [80 * GB] * 4
     world.train(device="cuda", iterations=2)
     assert yaml.safe_load((world.run / "config.yaml").read_text()) == before | {"iterations": 2}
     assert "chosen" not in capsys.readouterr().out
-    gpus[:] = [1e6]
+    world.gpus = [1e6]
     events = list(world.events)
     with pytest.raises(
         ConfigError, match=r"nproc_per_node is 2, but this machine has 1 GPU.* start a new run"

@@ -19,10 +19,9 @@ from ttrl.cli import main
 from ttrl.cli.settings import read_planned
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, UserError
-from ttrl.loop.run_plan import plan
+from ttrl.loop import run_plan
 from ttrl.plans import expected_lengths as lengths
 from ttrl.plans import plan_machine as plan_machine
-from ttrl.plans import planner
 from ttrl.plans.disk import _others_at_most
 from ttrl.plans.expected_lengths import Assumptions, assumed_lengths, lognormal
 from ttrl.plans.measured import measured_in_run
@@ -41,10 +40,13 @@ QWEN = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())[
 HERE = Machine("a machine", False, 16e9, 50e9, 20e9, "measured")
 
 
-@pytest.fixture(autouse=True)
-def no_measurement(monkeypatch):
-    """The speed of this machine decides about seconds alone, which no test looks at."""
-    monkeypatch.setattr("ttrl.plans.planner.this_machine", lambda config, product: HERE)
+def plan(config, tasks=(), validation_tasks=(), *, gpu=None, machine=None, **options):
+    """What `ttrl.plan` returns, without measuring this machine: its speed decides about seconds
+    alone, which no test looks at.
+    """
+    if gpu is None:
+        machine = machine or HERE
+    return make_plan(config, tasks, validation_tasks, gpu=gpu, machine=machine, **options)
 
 
 @pytest.fixture
@@ -244,13 +246,12 @@ def test_memory_is_planned_for_completions_as_long_as_they_may_be(big):
     assert short.memory.sequences >= long.memory.sequences
 
 
-def test_large_iterations_are_planned_from_a_part(big, monkeypatch):
-    few = plan(config_of(big, tasks_per_iteration=64))
-    monkeypatch.setattr("ttrl.plans.expected_lengths._MOST_TOKENS", 50_000)
-    part = plan(config_of(big, tasks_per_iteration=64))
-    assert part.work.samples == few.work.samples == 256
-    assert part.work.row_tokens == pytest.approx(few.work.row_tokens, rel=0.15)
-    assert part.flops.training == pytest.approx(few.flops.training, rel=0.2)
+def test_large_iterations_are_planned_from_a_part(big):
+    """A hundred million samples would neither fit into memory nor be planned in a minute."""
+    few, part = (plan(config_of(big, tasks_per_iteration=count)) for count in (256, 256 * 10**5))
+    assert part.work.samples == 10**5 * few.work.samples == 10**5 * 1024
+    assert part.work.row_tokens == pytest.approx(10**5 * few.work.row_tokens, rel=0.15)
+    assert part.flops.training == pytest.approx(10**5 * few.flops.training, rel=0.2)
 
 
 def test_no_assumption_is_below_one():
@@ -325,11 +326,9 @@ def test_what_adapters_cost_a_cpu_besides(big, monkeypatch):
     assert adapters.flops.sampling - whole.flops.sampling == pytest.approx(again)
     merged = plan(config_of(big, training={"lora_rank": 8}, adapters="merged"))
     assert merged.flops.sampling == whole.flops.sampling
-    monkeypatch.setattr(
-        "ttrl.plans.planner.this_machine",
-        lambda *given: dataclasses.replace(HERE, bandwidth=float("inf")),
-    )
-    in_no_time = plan(config_of(big, training={"lora_rank": 8})).seconds.phases["train"].seconds
+    at_once = dataclasses.replace(HERE, bandwidth=float("inf"))
+    made = plan(config_of(big, training={"lora_rank": 8}), machine=at_once)
+    in_no_time = made.seconds.phases["train"].seconds
     expected = (
         adapters.work.row_tokens * 4 * 28 * sum(6 * a + 10 * b for a, b in ends) / (0.6 * 20e9)
     )
@@ -583,13 +582,10 @@ def test_a_recipes_config_is_planned_as_its_first_line_promises(big):
     ) and not config.problems()
 
 
-def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatch, capsys):
-    monkeypatch.setattr("ttrl.plans.planner.hub_is_out_of_reach", lambda: True)
-    monkeypatch.setattr(
-        "huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked")
-    )
-    with pytest.raises(ModelFolderError, match="could not be fetched from the hub"):
+def test_without_a_network_the_hub_is_not_asked_again_and_again(no_hub):
+    with pytest.raises(ModelFolderError, match="could not be fetched from the hub") as caught:
         read_model_config("nobody-of-this-name/some-model")
+    assert "outgoing traffic has been disabled" in str(caught.value.__cause__)
 
 
 def test_phases_that_overlap_take_less_than_their_sum():
@@ -673,13 +669,13 @@ def test_activations_that_wait_in_the_host_take_time(big):
     )
 
 
-def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big, monkeypatch):
+def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big):
     made = plan(config_of(big, device="cuda", weight_sync="memory"), gpu="B200")
     needed = sum(made.memory.host.values())
     for host, is_warned in ((needed - 1, True), (needed + 1, False)):
         machine = dataclasses.replace(made.machine, host=host)
-        monkeypatch.setattr(planner, "gpu_named", lambda _, machine=machine: machine)
-        again = plan(config_of(big, device="cuda", weight_sync="memory"), gpu="B200")
+        config = config_of(big, device="cuda", weight_sync="memory")
+        again = plan(config, gpu="B200", machine=machine)
         assert (
             warned("does not fit into the machine's own memory", again)
             == is_warned
@@ -728,18 +724,20 @@ def test_too_few_tasks(world):
     assert not warned("few tasks", plan(world.config(), world.tasks(6)))
 
 
-def test_a_cache_without_room(big, monkeypatch):
+def test_a_cache_without_room(big):
     made = plan(
         config_of(big, max_tokens=20_000, seq_len=32_768, server={"kv_cache_memory_bytes": 2**30})
     )
     assert warned("fewer than one sample", made)
 
 
-def test_a_disk_without_room(big, monkeypatch):
-    monkeypatch.setattr("ttrl.plans.planner.free_bytes", lambda path: 10**9)
-    assert warned("the disk is too small", plan(config_of(big)))
+def test_a_disk_without_room(big):
+    """No disk has room for a million checkpoints of 15 GB."""
+    all_of_them = {"iterations": 10**6, "keep_checkpoints": 10**6}
+    assert warned("the disk is too small", plan(config_of(big, **all_of_them)))
     # It is not this machine's.
-    assert not warned("the disk", plan(config_of(big, device="cuda"), gpu="h100"))
+    there = config_of(big, device="cuda", **all_of_them)
+    assert not warned("the disk", plan(there, gpu="h100"))
 
 
 # Files and command
@@ -872,7 +870,7 @@ def test_what_cannot_be_planned_is_said(big, tmp_path):
     with pytest.raises(ModelFolderError, match=r"no model folder, no config.json"):
         read_model_config(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="leave out gpu"):
-        plan(config_of(big), gpu="h100", probe=True)
+        run_plan.plan(config_of(big), gpu="h100", probe=True)
     with pytest.raises(UserError, match="price_per_hour is nan"):
         plan(config_of(big), price_per_hour=float("nan"))
     for argument, value in (
@@ -900,9 +898,7 @@ def test_what_cannot_be_planned_is_said(big, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "problem"), [("jamba", "Mamba 1"), ("llama4", "attention within chunks")]
 )
-def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(
-    kind, problem, tmp_path, monkeypatch, capsys
-):
+def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(kind, problem, tmp_path):
     """By the plan, and by the run before anything is downloaded or started."""
     folder = tmp_path / "model"
     CONFIG_MAPPING[kind]().save_pretrained(folder)
@@ -911,9 +907,6 @@ def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(
     config = config_of(folder, run=str(tmp_path / "run"), tasks_per_iteration=1)
     with pytest.raises(ModelFolderError, match=problem):
         make_plan(config)
-    monkeypatch.setattr(
-        "ttrl.loop.train.local_model", lambda *_: pytest.fail("the model was fetched")
-    )
     with pytest.raises(ModelFolderError, match="ttrl does not support this model"):
         train(config, [Task([{"role": "user", "content": "x"}], len)])
     assert not (tmp_path / "run").exists()
@@ -924,7 +917,9 @@ def test_this_machine_is_measured(big, tmp_path, monkeypatch):
     config = config_of(big).resolved(cuda=False)
     machine = plan_machine.this_machine(config, (64, 64))
     assert not machine.cuda and machine.matmul > 0 and machine.memory > 0
-    assert make_plan(config).machine is HERE
+    made = make_plan(config).machine
+    assert made.source == "measured" and made.matmul > 0
+    assert dataclasses.replace(made, matmul=0.0) == dataclasses.replace(machine, matmul=0.0)
 
 
 def test_the_best_speed_that_was_ever_measured_counts(big, tmp_path, monkeypatch):

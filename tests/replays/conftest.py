@@ -6,9 +6,13 @@ import textwrap
 import pytest
 from support.replayed_run import Run
 
+from ttrl.loop import phases
+
 
 @pytest.fixture
-def run(world):
+def run(world, monkeypatch):
+    # `replay` itself takes no parts.
+    monkeypatch.setattr(phases, "Trainer", lambda *_: world.trainer_class())
     return Run(world)
 
 

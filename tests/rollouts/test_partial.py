@@ -21,6 +21,7 @@ from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.wire import Answer
+from ttrl.rollouts.early_stop import InferenceEarlyStop
 from ttrl.rollouts.partial import (
     ContinueAttempt,
     TokenBudget,
@@ -72,11 +73,12 @@ class Decoder:
 class Server:
     """Says its script behind the prompt, whatever the weights."""
 
-    def __init__(self, script, context=None, prompt=PROMPT):
+    def __init__(self, script, context=None, prompt=PROMPT, logprobs=None):
         self.base_url, self.read_timeout = "http://stand-in/v1", None
         self.script, self.context, self.prompt = list(script), context, list(prompt)
         self.bodies = []
         self.streams = 0
+        self.own_logprobs = logprobs or [-k / 8 for k in range(len(self.script))]
 
     def complete(self, body):
         """(text, ids, finish_reason, stop_reason) after every token, as a stream would have
@@ -118,7 +120,7 @@ class Server:
         had = len(body["prompt"]) - len(self.prompt)
         return {
             "tokens": [""] * count,
-            "token_logprobs": [-(had + first + k) / 8 for k in range(count)],
+            "token_logprobs": self.own_logprobs[had + first : had + first + count],
             "top_logprobs": None,
         }
 
@@ -187,9 +189,16 @@ def request(**params):
     return ChatRequest.of("m", params=params, token_ids=True)
 
 
-async def continue_answer(server, request, sample, *, max_tokens, on_tokens=None, cut=None):
+async def continue_answer(
+    server, request, sample, *, max_tokens, on_tokens=None, cut=None, on_chunk=None
+):
     attempt = ContinueAttempt(
-        request=request, sample=sample, max_tokens=max_tokens, count=on_tokens, cut=cut
+        request=request,
+        sample=sample,
+        max_tokens=max_tokens,
+        count=on_tokens,
+        cut=cut,
+        on_chunk=on_chunk,
     )
     return (await attempt(server))[0]
 
@@ -215,9 +224,9 @@ def uncut(server, params, max_tokens=None, cut_after=None):
     return sample, stop
 
 
-def run(server, sample, params, cuts, streamed=()):
+def run(server, sample, params, cuts, streamed=(), listener=lambda: None):
     """Continues with at most these many new tokens each time (the last one again and again).
-    Returns the last answer's choice.
+    Returns the last answer's choice. listener: makes the `on_chunk` of each part.
     """
     choice, version, number = None, 0, 0
     while sample.finish_reason == "unfinished":
@@ -241,6 +250,7 @@ def run(server, sample, params, cuts, streamed=()):
                 max_tokens=None if cut else step,
                 on_tokens=on_tokens,
                 cut=cut,
+                on_chunk=listener(),
             )
         )
         assert server.streams == 0
@@ -361,6 +371,57 @@ def test_any_script_cut_anywhere_is_what_it_would_have_been(
     script = [*script, EOS]
     params = {"max_tokens": max(1, len(script) - spare), "include_stop_str_in_output": include}
     check(script, params | ({"stop": stop} if stop else {}), cuts, streamed, first_streamed)
+
+
+def ends_at(logprobs, alpha, threshold):
+    """The number of tokens at whose end the mean has fallen below the threshold; None: never."""
+    mean = 0.0
+    for count, logprob in enumerate(logprobs, 1):
+        if logprob is not None:
+            mean = alpha * mean + (1 - alpha) * logprob
+        if mean < threshold:
+            return count
+    return None
+
+
+@settings(max_examples=200)
+@given(
+    logprobs=st.lists(st.floats(-20, 0) | st.none(), min_size=3, max_size=40),
+    cuts=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    streamed=st.sets(st.integers(0, 5)),
+    alpha=st.floats(0.01, 0.99),
+    threshold=st.floats(-12, -0.1),
+    stop=st.sampled_from([[], ["ok"]]),
+)
+def test_an_early_stop_ends_a_cut_completion_where_it_would_have_ended_it_uncut(
+    logprobs, cuts, streamed, alpha, threshold, stop
+):
+    """Wherever it was cut, by lengths or in its stream; each part has an object of its own, as in
+    another iteration.
+    """
+    script = [*TEXT.encode()[: len(logprobs) - 1], EOS]
+    logprobs = logprobs[: len(script)]
+    params = {"max_tokens": 100, "stop": stop}
+    server = Server(script, logprobs=logprobs)
+    whole, _ = uncut(server, params)
+    end = ends_at(logprobs[: len(whole.token_ids)], alpha, threshold)
+    sample, _ = uncut(server, params, cut_after=cuts[0])
+    if end is not None and end <= len(sample.token_ids):
+        return  # not cut: it ended before
+    stops = []
+
+    def listener():
+        stops.append(InferenceEarlyStop(alpha, threshold))
+        return stops[-1]
+
+    run(server, sample, params, cuts[1:] or cuts, streamed, listener)
+    assert [stop.num_stopped for stop in stops[:-1]] == [0] * (len(stops) - 1)
+    streams = [body for body in server.bodies if body.get("stream")]
+    assert {body["stream_interval"] for body in streams} <= {1}
+    if end is None:
+        assert (sample.token_ids, sample.finish_reason) == (whole.token_ids, whole.finish_reason)
+    else:
+        assert (sample.token_ids, sample.finish_reason) == (script[:end], "stopped_early")
 
 
 def test_what_a_stream_that_was_cut_held_back_for_a_stop_string_is_put_right():

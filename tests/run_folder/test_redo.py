@@ -10,7 +10,6 @@ from support import os_calls
 
 from ttrl import TrainConfig
 from ttrl.errors import DriftError, RunFolderError, UserError
-from ttrl.loop import train as train_module
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.redo import throw_away
 from ttrl.system.files import digest, read_jsonl
@@ -26,9 +25,7 @@ OFF_POLICY = {
 
 
 def train(world, redo=None, **changes):
-    return train_module.train_checked(
-        world.config(**changes), world.tasks(8), world.tasks(2, "held-out"), redo=redo
-    )
+    return world.train(world.tasks(8), redo=redo, **changes)
 
 
 def content(world):

@@ -7,13 +7,10 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 from torch import Tensor
 
 from ttrl.vllm_worker import WeightSync
-from ttrl.vllm_worker import served_weights as weights
 
 
 class FaultyWeightSync(WeightSync):
@@ -23,22 +20,18 @@ class FaultyWeightSync(WeightSync):
     """
 
     def ttrl_load_weights(self, folder: str | None = None, memory: str | None = None) -> None:
-        fault = _fault()
-        if fault.get("old"):
-            return
-
-        def read(*source: Any) -> Iterator[tuple[str, Tensor]]:
-            found = _read_weights(*source)
-            if fault.get("break") and memory is not None:
-                yield from itertools.islice(found, 3)
-                raise ValueError("a fault of this test")
-            yield from _damaged(found, fault)
-
-        with mock.patch.object(weights, "read_weights", read):
+        if not _fault().get("old"):
             super().ttrl_load_weights(folder, memory)
 
-
-_read_weights = weights.read_weights
+    def ttrl_read_weights(
+        self, folder: str | None, memory: str | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        fault = _fault()
+        found = super().ttrl_read_weights(folder, memory)
+        if fault.get("break") and memory is not None:
+            yield from itertools.islice(found, 3)
+            raise ValueError("a fault of this test")
+        yield from _damaged(found, fault)
 
 
 def _fault() -> dict:

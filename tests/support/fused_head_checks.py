@@ -6,6 +6,9 @@ anything imports Triton. That they compile for GPUs is for tools/check_kernels.p
 computes the same, for the certificate.
 """
 
+import functools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -15,10 +18,12 @@ from ttrl.training.kernels.logprobs import run_head
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    """The module, with blocks that a vocabulary of a hundred does not fill evenly."""
-    monkeypatch.setattr(fused_head, "BLOCK", 32)
-    return fused_head
+def kernels():
+    """Those of the module, with blocks that a vocabulary of a hundred does not fill evenly."""
+    return SimpleNamespace(
+        measure=functools.partial(fused_head.measure, block=32),
+        gradient=functools.partial(fused_head.gradient, block=32),
+    )
 
 
 @pytest.fixture
@@ -31,7 +36,6 @@ def interpreted(kernels, monkeypatch):
         return kernels
 
     monkeypatch.setattr(head_blocks, "fused_kernels", fused)
-    monkeypatch.setattr("ttrl.training.kernels.logprobs.fused_kernels", fused)
     return taken
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, distributed
@@ -106,8 +105,7 @@ def moved(
     """Park policy and optimizer, or take them back, as if they were on a GPU."""
     stepper = Stepper.__new__(Stepper)
     stepper.optimizer, stepper._config, stepper._here = optimizer, config, here
-    with mock.patch.object(Stepper, "lives_on_cpu", False):
-        move(Trained(policy, stepper, None))
+    move(Trained(policy, stepper, None))
 
 
 def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:

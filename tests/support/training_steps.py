@@ -23,6 +23,7 @@ from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
 from ttrl.training.optimizer.state import load_state, state_tensors
 from ttrl.training.parallel.distributed import Ranks, grid
+from ttrl.training.parallel.sharding import shard
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import adapted
 from ttrl.training.trainer_canary import canary_tokens, compute_canary, half_precision
@@ -74,10 +75,10 @@ def settings_of(folder, **settings):
     return TrainingConfig.parse({**values, **settings}, "test")
 
 
-def gradients_with(folder, packed, here=ALONE, **settings):
+def gradients_with(folder, packed, here=ALONE, spread=shard, **settings):
     """The gradient of a step, by parameter name."""
     config = settings_of(folder, **settings)
-    policy = load_policy(config, here)
+    policy = load_policy(config, here, spread)
     (step,) = updates(packed, 1, (0, 1), here, policy.decoder.config)
     accumulate(policy, step, config, here)
     return gradients(policy)

@@ -38,7 +38,6 @@ from ttrl.training.optimizer.state import load_state, save_state
 from ttrl.training.parallel.distributed import Ranks, ranks
 from ttrl.training.parallel.sharding import local_part
 from ttrl.training.policy.loading import load_policy
-from ttrl.training.stepper import Stepper
 
 
 class Watch(TorchDispatchMode):
@@ -127,25 +126,24 @@ def turns(job: dict[str, Any], here: Ranks) -> dict[str, Any]:
     it: from when they are told of new weights until what was parked comes back."""
     phases: list[list[tuple[str, str]]] = []
     stack = contextlib.ExitStack()
-    hand_over, unpark, serve = resident.Residence.hand_over, resident.unpark, resident._serve
 
-    def handing_over(*given: Any) -> bool:
-        done = hand_over(*given)
-        watch = stack.enter_context(Watch(here))
-        phases.append(watch.collectives)
-        return done
+    class Watched(resident.Residence):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, parks=True)
 
-    def unparking(*given: Any) -> None:
-        stack.close()
-        unpark(*given)
+        def hand_over(self, *given: Any) -> bool:
+            done = super().hand_over(*given)
+            watch = stack.enter_context(Watch(here))
+            phases.append(watch.collectives)
+            return done
 
-    with (
-        stack,
-        mock.patch.object(resident.Residence, "hand_over", handing_over),
-        mock.patch.object(resident, "unpark", unparking),
-        mock.patch.object(Stepper, "lives_on_cpu", False),
-    ):
-        serve(grpo_recipe.train_iteration, _config(GRPOConfig, job, packed="", output_dir=""), here)
+        def _unpark(self, trained: resident.Trained) -> None:
+            stack.close()
+            super()._unpark(trained)
+
+    start = _config(GRPOConfig, job, packed="", output_dir="")
+    with stack:
+        resident._serve(grpo_recipe.train_iteration, start, here, Watched)
     return {"phases": phases}
 
 

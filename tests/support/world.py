@@ -7,11 +7,13 @@ check depend on.
 """
 
 import asyncio
-import dataclasses
 import json
 import os
 import signal
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,11 @@ from transformers import AutoTokenizer
 from ttrl import Task, TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.facts import Sync
-from ttrl.loop import iterations as iterations_module
-from ttrl.loop import phases
-from ttrl.loop import sampling_phase as finished_groups
-from ttrl.loop import sampling_phase as sampling
-from ttrl.loop import train as train_module
+from ttrl.loop.phases import Phases
+from ttrl.loop.train import Parts, train_checked
+from ttrl.plans.plan_machine import gpus_here
 from ttrl.report.page import FILE_NAME, leave_report
-from ttrl.rollouts.request import SamplingRequest
-from ttrl.system.files import append_jsonl, atomic_folder, write_json
+from ttrl.system.files import append_jsonl, atomic_folder, read_jsonl, write_json
 
 try:
     import httpx2 as http
@@ -112,6 +111,7 @@ class FakeServer:
         # stands last in it may be the other's.
         before = self.world.requests.count((version, prompt)) if body.get("stream") else 0
         self.world.requests.append((version, prompt))
+        self.world.samples[prompt] += body["n"]
         self.world.temperatures.setdefault(prompt.split()[0], set()).add(body["temperature"])
         prompt_ids = self.world.tokenizer.encode(f"<|user|>{prompt}<|end|><|assistant|>")
         choices = []
@@ -206,6 +206,36 @@ class FakeServer:
     model_name = "policy"
 
 
+class PowerCut(BaseException):
+    """Nothing reaches the disk any more."""
+
+
+class Disk:
+    """Counts what changes names on the disk; from the n-th time on, nothing changes any more, not
+    in anybody's clean-up.
+    """
+
+    NAMES = ("replace", "mkdir", "unlink", "rmdir", "fsync", "ftruncate")
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, last: int | None, names: Sequence[str] = NAMES
+    ) -> None:
+        self.count, self._last = 0, last
+        self._lock = threading.Lock()
+        for name in names:
+            patch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*arguments: Any, **options: Any) -> Any:
+            with self._lock:
+                self.count += 1
+                if self._last is not None and self.count > self._last:
+                    raise PowerCut
+            return original(*arguments, **options)
+
+        return change
+
+
 class World:
     """What a test sees of a run, and what it may change."""
 
@@ -216,6 +246,8 @@ class World:
         self.events: list[str] = []
         self.requests: list[tuple[int, str]] = []
         """(version of the weights that answered, prompt)."""
+        self.samples: Counter[str] = Counter()
+        """Number asked for, by prompt."""
         self.temperatures: dict[str, set[float]] = {}
         """By the first word of the prompts."""
         self.recipes: list[dict[str, Any]] = []
@@ -230,17 +262,25 @@ class World:
         """Whether report.html is written, which takes a third of the time of such a run, after each
         iteration.
         """
-        self.trainer_class = self.trainer()
+        self.server_class: Callable[..., Any] = type("Server", (FakeServer,), {"world": self})
+        """What takes the place of the run's server; for tests to replace."""
+        self.trainer_class: Callable[..., Any] = self.trainer()
         """What takes the place of the run's trainer; for tests to replace."""
+        self.phases_class: Callable[..., Phases] = Phases
+        """The run's phases; for tests to replace."""
+        self.gpus = gpus_here()
+        """Bytes of each; for tests to replace."""
 
-    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The run's server and trainer are those that this world has at the time."""
-        monkeypatch.setattr(
-            train_module, "PolicyServer", type("Server", (FakeServer,), {"world": self})
+    @property
+    def parts(self) -> Parts:
+        """A run's parts, as this world has them now."""
+        return Parts(
+            server=self.server_class,
+            trainer=self.trainer_class,
+            phases=self.phases_class,
+            report=self.leave_report,
+            gpus=lambda: self.gpus,
         )
-        monkeypatch.setattr(phases, "Trainer", lambda *arguments: self.trainer_class(*arguments))
-        for module in (train_module, iterations_module):
-            monkeypatch.setattr(module, "leave_report", self.leave_report)
 
     def leave_report(self, run_folder: Path, rows: Any = None) -> Path:
         return leave_report(run_folder, rows) if self.writes_reports else run_folder / FILE_NAME
@@ -302,46 +342,63 @@ class World:
         return TrainConfig(**(values | changes))
 
     def train(
-        self, tasks: list[Task] | None = None, validation: list[Task] | None = None, **changes: Any
+        self,
+        tasks: list[Task] | None = None,
+        validation: list[Task] | None = None,
+        *,
+        allow_changes: Sequence[str] = (),
+        redo: int | None = None,
+        quiet: bool = False,
+        **changes: Any,
     ) -> Any:
         tasks = self.tasks(6) if tasks is None else tasks
         validation = self.tasks(2, "held-out") if validation is None else validation
-        return train_module.train_checked(self.config(**changes), tasks, validation)
+        return train_checked(
+            self.config(**changes),
+            tasks,
+            validation,
+            allow_changes=allow_changes,
+            redo=redo,
+            quiet=quiet,
+            parts=self.parts,
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
-    def ask_one_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Requests in the order of the tasks, so that a test knows which were answered."""
-        original = sampling.Sampler.request
-
-        def one_at_a_time(*args: Any, **kwargs: Any) -> SamplingRequest:
-            return dataclasses.replace(original(*args, **kwargs), concurrency=1)
-
-        monkeypatch.setattr(sampling.Sampler, "request", one_at_a_time)
-
-    def interrupt_after(
-        self, monkeypatch: pytest.MonkeyPatch, kept: int, number: int = signal.SIGINT
-    ) -> None:
-        """That signal when this many groups of rollouts have been kept; the server answers for no
-        others.
+    @contextmanager
+    def interrupted_after(self, kept: int, number: int = signal.SIGINT) -> Iterator[None]:
+        """That signal when this many further groups of rollouts have been kept; the server answers
+        for no others.
         """
-        append, left, asked = finished_groups.append_jsonl, [kept], len(self.requests)
-
-        def append_and_interrupt(path: Path, *rows: dict[str, Any]) -> None:
-            for row in rows[: left[0]]:
-                append(path, row)
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), number)
+        before, samples = len(self.requests), self.samples.copy()
+        is_told = False
 
         def hold(prompt: str) -> bool:
-            answered = sum(not one.startswith("held-out") for _, one in self.requests[asked:])
-            return answered >= kept and not prompt.startswith("held-out")
+            nonlocal is_told
+            answered = [one for _, one in self.requests[before:] if not one.startswith("held-out")]
+            if prompt.startswith("held-out") or len(answered) < kept:
+                return False
+            expected = {one: self.samples[one] - samples[one] for one in answered}
+            if not is_told and self.has_kept(expected):
+                is_told = True
+                os.kill(os.getpid(), number)
+            return True
 
-        monkeypatch.setattr(finished_groups, "append_jsonl", append_and_interrupt)
-        monkeypatch.setattr(self, "hold", hold)  # undone when the interruption is over
-        self.ask_one_at_a_time(monkeypatch)
+        self.hold = hold  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.hold
+
+    def has_kept(self, samples: Mapping[str, int]) -> bool:
+        """Whether so many samples of these prompts are in the run's files."""
+        kept = Counter[str]()
+        for path in self.run.glob("iterations/*/rollouts*.jsonl"):
+            for row in read_jsonl(path):
+                group = row.get("samples", [row])
+                kept[group[0]["messages"][-1]["content"]] += len(group)
+        return all(kept[prompt] >= count for prompt, count in samples.items())
 
     def fake_tune(self, config: dict[str, Any], config_path: Path, **_: Any) -> Path:
         number = config["iteration"]

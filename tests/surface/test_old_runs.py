@@ -20,7 +20,7 @@ from support.world import World
 
 from ttrl import Task, TrainConfig, replay
 from ttrl.cli import main
-from ttrl.loop import train as train_module
+from ttrl.loop.train import train_checked
 from ttrl.system.files import digest
 
 ARCHIVES = sorted(Path(__file__).parent.glob("old_runs/*.tar.xz"))
@@ -82,7 +82,7 @@ def test_it_resumes(run: Path, world: World) -> None:
     """Server and trainer are stand-ins; what was done before is not done again."""
     values = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     config = TrainConfig.parse(values | {"iterations": 3}, "config.yaml")
-    train_module.train_checked(config, tasks("task", 6), tasks("held-out", 2))
+    train_checked(config, tasks("task", 6), tasks("held-out", 2), parts=world.parts)
     assert world.count()["train 3"] == 1
     assert not {"train 1", "train 2"} & set(world.events)
     rows = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

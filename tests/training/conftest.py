@@ -1,5 +1,8 @@
 """Fixtures of the recipes' parts: models of every family, float64 references, samples to pack."""
 
+import contextlib
+import resource
+
 import pytest
 import torch
 from support.tiny_models import load_policy_in, random_samples
@@ -56,6 +59,22 @@ def load_policy():
 def packed():
     """Several rows of several lengths."""
     return packed_rows()
+
+
+@pytest.fixture
+def files_of_at_most():
+    """`files_of_at_most(BYTES)`: a block in which the kernel refuses longer files."""
+
+    @contextlib.contextmanager
+    def limited(size):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ttrl.data.packing import masks
 from ttrl.training import batches
-from ttrl.training.batches import updates
+from ttrl.training.batches import Update, updates
 from ttrl.training.kernels import attention, logprobs
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks
@@ -121,28 +121,37 @@ class Moved(torch.autograd.graph.saved_tensors_hooks):
     [("ppo-k3", True), pytest.param("gspo-entropy-kl", False, marks=pytest.mark.long)],
 )
 def test_what_is_moved_to_the_cpu_comes_back_before_the_next_microbatch(
-    objective, checkpointing, tmp_path, monkeypatch
+    objective, checkpointing, tmp_path
 ):
     """Long for one of two: only this moves what no checkpoint recomputes. The objective:
     tests/training/test_invariance.py.
     """
-    monkeypatch.setattr(activations, "OffloadActivations", Moved)
 
     def load(config, here):
         policy = load_policy(config, here)
-        activations.offload_activations(policy.decoder)
+        activations.offload_activations(policy.decoder, Moved)
         return policy
 
-    monkeypatch.setattr(tool, "load_policy", load)
     before, way = (
         Moved.count,
         tool.Way("moved", {"rows_per_microbatch": 2, "activation_checkpointing": checkpointing}),
     )
     assert (
-        max(tool.errors_of(way, tool.make_inputs(tmp_path, objective, group_size=4), HERE))
+        max(tool.errors_of(way, tool.make_inputs(tmp_path, objective, group_size=4), HERE, load))
         < tool.TOLERANCE
     )
     assert Moved.count > before
+
+
+class Ready(Update):
+    """A step whose microbatches are on the device."""
+
+    def __init__(self, step, ready):
+        super().__init__(**vars(step))
+        self._ready = ready
+
+    def microbatches(self, *_):
+        return iter(self._ready)
 
 
 @pytest.mark.long(but=["gspo-entropy-kl-limit1"])
@@ -179,9 +188,8 @@ def test_what_a_microbatch_waits_for(objective, limit, tmp_path, monkeypatch):
             prepass.reference_head,
         )
         ready = list(step.microbatches(config, HERE.device))  # from the pack, which no GPU holds
-        monkeypatch.setattr(step, "microbatches", lambda *_, ready=ready: iter(ready))
         with Waits() as waits:
-            gradient.accumulate(step, objective_of)
+            gradient.accumulate(Ready(step, ready), objective_of)
         found[len(ready)] = waits.counts
     (few, once), (many, twice) = sorted(found.items())
     assert {

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from support.training_steps import training_flops
-from torch import distributed
 from transformers import Qwen2Config
 from transformers.pytorch_utils import Conv1D
 
@@ -120,22 +119,19 @@ def test_broken_weights_stop_at_once():
         Skipped(100).skip(1, "the loss is nan", Model(math.nan), HERE)
 
 
-def test_broken_weights_of_another_process_stop_all_of_them(monkeypatch):
+def test_broken_weights_of_another_process_stop_all_of_them():
     """Those that share layers see the same losses, but each holds weights of its own: one that went
     on would wait for ever.
     """
 
-    def with_the_others(values, group=None):
-        assert group is None  # all processes
-        values += 1
+    class WithAnother(Ranks):
+        def sum_of_all(self, values):
+            return values + 1
 
-    monkeypatch.setattr("ttrl.training.faults.distributed.all_reduce", with_the_others)
     with pytest.raises(
         DivergedError, match="weights of the model are not finite; nothing was saved"
     ):
-        Skipped(100).skip(
-            1, "the loss is nan", Model(), Ranks(0, 1, torch.device("cpu"), tensor_ranks=2)
-        )
+        Skipped(100).skip(1, "the loss is nan", Model(), WithAnother(0, 1, torch.device("cpu")))
 
 
 # Memory
@@ -438,7 +434,6 @@ def test_how_long_processes_wait_for_each_other_follows_from_the_model(tmp_path,
     def join(backend, timeout, **_):
         raise TimeoutError(timeout.total_seconds())
 
-    monkeypatch.setattr(distributed, "init_process_group", join)
     monkeypatch.setenv("WORLD_SIZE", "2")
     model, base = tmp_path / "model", tmp_path / "base"
     for folder in (model, base):
@@ -454,7 +449,7 @@ def test_how_long_processes_wait_for_each_other_follows_from_the_model(tmp_path,
     ):
         with (
             pytest.raises(TimeoutError, match=f"^{seconds}.0$"),
-            ranks(config(model=str(folder), **more)),
+            ranks(config(model=str(folder), **more), join),
         ):
             pass
 

@@ -17,15 +17,13 @@ from support.tiny_models import random_samples, save_packs
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.errors import PackError, RunFolderError, StorageError
+from ttrl.errors import PackError, RunFolderError
 from ttrl.records import Canary
 from ttrl.system.files import read_jsonl
 from ttrl.training import resident
-from ttrl.training.parallel import host_memory
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import Policy
 from ttrl.training.resident import Residence
-from ttrl.training.stepper import Stepper
 
 pytestmark = pytest.mark.usefixtures("short_canaries")
 HERE = Ranks(0, 1, torch.device("cpu"))
@@ -47,14 +45,14 @@ def chain_in(folder, model_folder):
     )
     (reference / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
 
-    def iteration(name, number, residence, model=None, state=None, **settings):
+    def iteration(name, number, residence, model=None, state=None, here=HERE, **settings):
         output = folder / name / str(number)
         files = {
             "model": str(model or model_folder()),
             "packed": str(folder / f"packed{number % ITERATIONS}.safetensors"),
         }
         files |= {"output_dir": str(output), "state": state and str(state), "iteration": number + 1}
-        grpo_recipe.train_iteration(config(**files | settings), HERE, residence)
+        grpo_recipe.train_iteration(config(**files | settings), here, residence)
         return output
 
     def config(**settings):
@@ -65,7 +63,8 @@ def chain_in(folder, model_folder):
             "rows_per_microbatch": 1,
             "num_threads": 1,
         }
-        if settings.get("kl_coefficient") and "lora_rank" not in settings:
+        compares = settings.get("kl_coefficient") or settings.get("token_rewards")
+        if compares and "lora_rank" not in settings:
             values["reference_model"] = str(reference)
         if "lora_rank" in settings:
             values["lora_base"] = str(model_folder())
@@ -141,7 +140,10 @@ LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}
 
 
 @pytest.mark.long(
-    but=["{'checkpoint_dtype': 'bf16', 'kl_coefficient': 0.3, 'kl_estimator': 'full'}"]
+    but=[
+        "{'checkpoint_dtype': 'bf16', 'kl_coefficient': 0.3, 'kl_estimator': 'full'}",
+        "{'token_rewards': 'implicit', 'state_format': 'sharded', 'checkpoint_dtype': 'bf16'}",
+    ]
 )
 @pytest.mark.parametrize(
     "settings",
@@ -165,11 +167,12 @@ LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}
         pytest.param(
             {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1}, marks=pytest.mark.long
         ),
+        {"token_rewards": "implicit", "state_format": "sharded", "checkpoint_dtype": "bf16"},
     ],
     ids=str,
 )
 def test_the_same_files_as_from_files(settings, chain, loads):
-    """Long for three of eight settings: only these leave them where they are between iterations.
+    """Long for three of nine settings: only these leave them where they are between iterations.
 
     They are parked with such settings below.
 
@@ -185,28 +188,35 @@ def test_the_same_files_as_from_files(settings, chain, loads):
     assert len(loads) == 1  # and nothing was read that was in memory
 
 
-@pytest.fixture
-def parks(monkeypatch):
-    """Where things are between iterations, as if the device were no CPU: (bytes parked, whether
-    everything lies there).
-    """
-    found, original = [], resident.park
+class Parking(Residence):
+    """A residence as if the device were no CPU."""
 
-    def park(trained):
-        original(trained)
+    def __init__(self, here, *given):
+        super().__init__(here, *given, parks=True)
+        self.parked = []
+        """Where things are between iterations: (bytes, whether everything lies there)."""
+        self.taken_back = 0
+
+    def _park(self, trained):
+        super()._park(trained)
         memory = trained.policy.host_memory._memory
         ends = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         held = [getattr(owner, name) for owner, name in resident._places(trained)]
-        found.append(
+        self.parked.append(
             (
                 sum(one.nbytes for one in held),
                 all(ends[0] <= one.data_ptr() < ends[1] for one in held),
             )
         )
 
-    monkeypatch.setattr(resident, "park", park)
-    monkeypatch.setattr(Stepper, "lives_on_cpu", False)
-    return found
+    def _unpark(self, trained):
+        self.taken_back += 1
+        super()._unpark(trained)
+
+
+def with_free(gibibytes):
+    """This process on a machine with so much free memory."""
+    return dataclasses.replace(HERE, memory=lambda: (8 * 2**30, gibibytes * 2**30))
 
 
 @pytest.mark.parametrize(
@@ -220,13 +230,11 @@ def parks(monkeypatch):
             "rows_per_microbatch": 100,
         },
         pytest.param({"optimizer": "adamw_8bit", "kl_coefficient": 0.3}, marks=pytest.mark.long),
-        {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1},
+        {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1, "token_rewards": "implicit"},
     ],
     ids=str,
 )
-def test_what_is_parked_comes_back_to_the_last_bit(
-    settings, chain, from_files, loads, parks, monkeypatch
-):
+def test_what_is_parked_comes_back_to_the_last_bit(settings, chain, from_files, loads):
     """Long for two of four: only these park a value head that trains its decoder, and 8-bit moments
     with a reference.
 
@@ -234,24 +242,23 @@ def test_what_is_parked_comes_back_to_the_last_bit(
     """
     once = from_files(**settings)
     loads.clear()
-    residence = Residence(HERE)
+    residence = Parking(HERE)
     check_same(chain("resident", residence, free_memory=True, **settings), once)
-    assert len(loads) == 1 and len(parks) == ITERATIONS
-    assert all(inside for _, inside in parks) and parks[0] == parks[-1]
+    parked = residence.parked
+    assert len(loads) == 1 and len(parked) == ITERATIONS
+    assert all(inside for _, inside in parked) and parked[0] == parked[-1]
     memory = residence._kept[0].policy.host_memory._memory
-    assert parks[0][0] <= memory.nbytes < parks[0][0] + 64 * 1000
+    assert parked[0][0] <= memory.nbytes < parked[0][0] + 64 * 1000
 
 
-def test_what_cannot_be_parked_is_read_from_files(
-    chain, from_files, loads, parks, monkeypatch, caplog
-):
+def test_what_cannot_be_parked_is_read_from_files(chain, from_files, loads, monkeypatch, caplog):
     once = from_files()
     loads.clear()
-    monkeypatch.setattr(host_memory, "memory_bytes", lambda: (8 * 2**30, 1 * 2**30))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    residence = Residence(HERE)
-    check_same(chain("resident", residence, free_memory=True), once)
-    assert len(loads) == ITERATIONS and residence._kept is None and not parks
+    here = with_free(1)
+    residence = Parking(here)
+    check_same(chain("resident", residence, here=here, free_memory=True), once)
+    assert len(loads) == ITERATIONS and residence._kept is None and not residence.parked
     numbers = (
         r"0\.0 GiB of the CPU's memory are needed for 4 processes on this machine, but 1\.0 GiB "
         r"of them are not free"
@@ -274,10 +281,9 @@ def test_the_reference_is_read_and_the_policy_itself_is_not(enough, chain, from_
         "load_folder",
         lambda policy, folder: (read.append(Path(folder)), original(policy, folder))[1],
     )
-    if not enough:
-        monkeypatch.setattr(host_memory, "memory_bytes", lambda: (1.0, 0.0))
-    residence = Residence(HERE)
-    folders = chain("resident", residence, **settings)
+    here = HERE if enough else with_free(0)
+    residence = Residence(here)
+    folders = chain("resident", residence, here=here, **settings)
     check_same(folders, once)
     assert [path.name for path in read].count("reference") == ITERATIONS
     assert len(read) == (ITERATIONS if enough else 2 * ITERATIONS)
@@ -450,14 +456,12 @@ def test_what_was_trained_is_held_out_in_memory_before_it_is_written(
         stored = load_file(folder / "checkpoint" / "model.safetensors")
         assert all(torch.equal(tensor, stored[name]) for name, tensor in weights.items())
 
-    def none_left(*arguments):
-        raise StorageError("no memory")
-
-    monkeypatch.setattr(residence._memory, "write", none_left)
+    here = with_free(0)
     chain.iteration(
         "again",
         1,
-        residence,
+        Residence(here, held.append),
+        here=here,
         model=resident[0] / "checkpoint",
         state=resident[0] / "state",
         hand_over=True,
@@ -475,7 +479,7 @@ def test_what_was_trained_is_held_out_in_memory_before_it_is_written(
     ids=str,
 )
 def test_servers_are_told_when_everything_has_left_the_device(
-    settings, chain, from_files, loads, parks, tmp_path
+    settings, chain, from_files, loads, tmp_path
 ):
     """They may share it. Checkpoint and state are written from where all of it is parked, to the
     same bits.
@@ -486,50 +490,50 @@ def test_servers_are_told_when_everything_has_left_the_device(
     once, told = from_files(**settings), []
 
     def look(facts):
-        told.append(len(parks))
+        told.append(len(residence.parked))
         assert not (tmp_path / "resident" / str(len(told) - 1) / "checkpoint").exists()
 
-    residence = Residence(HERE, look)
+    residence = Parking(HERE, look)
     loads.clear()
     check_same(chain("resident", residence, hand_over=True, free_memory=True, **settings), once)
     assert (
         told == [1, 2, 3]
-        and len(parks) == ITERATIONS
-        and all(inside for _, inside in parks)
+        and len(residence.parked) == ITERATIONS
+        and all(inside for _, inside in residence.parked)
         and len(loads) == 1
     )
 
 
-def test_what_is_parked_is_written_later_without_the_device(chain, from_files, parks, monkeypatch):
-    once, back = from_files(), []
-    original = resident.unpark
-    monkeypatch.setattr(
-        resident, "unpark", lambda *arguments: (back.append(1), original(*arguments))
-    )
-    residence, settings = Residence(HERE), {"hand_over": True, "free_memory": True}
+def test_what_is_parked_is_written_later_without_the_device(chain, from_files):
+    once = from_files()
+    residence, settings = Parking(HERE), {"hand_over": True, "free_memory": True}
     chain.iteration("kept", 0, residence, save=False, **settings)
     second = chain.iteration("kept", 1, residence, save=False, kept=1, **settings)
-    assert back == [1] and len(parks) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(Policy, "forward", None)  # nothing is computed
-        chain.iteration("kept", 1, residence, kept=2, packed="", **settings)
-    assert back == [1] and len(parks) == 2
+    assert residence.taken_back == 1 and len(residence.parked) == 2
+    policy = residence._kept[0].policy
+    nothing_computed = policy.register_forward_pre_hook(lambda *_: pytest.fail("a forward pass"))
+    chain.iteration("kept", 1, residence, kept=2, packed="", **settings)
+    nothing_computed.remove()
+    assert residence.taken_back == 1 and len(residence.parked) == 2
     check_same([second], [once[1]])
     start = {"model": second / "checkpoint", "state": second / "state"}
     check_same([chain.iteration("kept", 2, residence, **start, **settings)], [once[2]])
-    assert back == [1, 1] and len(parks) == 3
+    assert residence.taken_back == 2 and len(residence.parked) == 3
 
 
 def test_servers_that_share_the_device_read_files_where_nothing_can_be_parked(
-    chain, from_files, parks, monkeypatch, caplog
+    chain, from_files, monkeypatch, caplog
 ):
     told, once = [], from_files()
-    monkeypatch.setattr(host_memory, "memory_bytes", lambda: (8 * 2**30, 1 * 2**30))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    residence = Residence(HERE, told.append)
-    check_same(chain("resident", residence, hand_over=True, free_memory=True), once)
+    here = with_free(1)
+    residence = Parking(here, told.append)
+    check_same(chain("resident", residence, here=here, hand_over=True, free_memory=True), once)
     assert (
-        not told and not parks and residence._kept is None and residence._memory._descriptor is None
+        not told
+        and not residence.parked
+        and residence._kept is None
+        and residence._memory._descriptor is None
     )
     assert "servers must read files" in caplog.text
 
@@ -573,13 +577,9 @@ def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(
     )
 
 
-def test_what_servers_cannot_have_from_memory_is_written(chain, monkeypatch):
-    def none_left(*arguments):
-        raise StorageError("no memory")
-
-    residence = Residence(HERE)
-    monkeypatch.setattr(residence._memory, "write", none_left)
+def test_what_servers_cannot_have_from_memory_is_written(chain):
+    here = with_free(0)
     check_same(
-        [chain.iteration("kept", 0, residence, hand_over=True, save=False)],
+        [chain.iteration("kept", 0, Residence(here), here=here, hand_over=True, save=False)],
         [chain.iteration("once", 0, None)],
     )

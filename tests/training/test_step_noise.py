@@ -44,11 +44,11 @@ def config_of(folder, **settings):
     return GRPOConfig.parse({**values, "objective": "reinforce", **settings}, "test")
 
 
-def seen_by(config, here=ALONE):
+def seen_by(config, here=ALONE, projections=None):
     """What is seen of one step, and the policy with its gradient."""
     policy = load_policy(config, here)
     (step,) = updates(pack(), 1, (0, 1), here, policy.decoder.config)
-    pieces = GradientPieces(policy, config, here)
+    pieces = GradientPieces(policy, config, here, projections)
     gradient = GradientStep(
         policy, config, here, Stopwatch(here.device), TrainProgress(0, here), pieces=pieces
     )
@@ -90,22 +90,18 @@ def test_the_pieces_are_the_gradients_of_the_microbatches(model_folder, settings
 
 
 def test_the_sketch_divides_the_gradients_of_linear_layers_between_the_decoders_by_samples(
-    model_folder, monkeypatch
+    model_folder,
 ):
     """With projections that change nothing, it is the analysis of variance of the samples' whole
     gradients.
     """
     width = 32
-    monkeypatch.setattr("ttrl.training.step_noise.SKETCH", width)
     config = config_of(model_folder())
     policy = load_policy(config, ALONE)
     assert policy.decoder.tok_embeddings.embedding_dim == width
     assert len(policy.decoder.layers) == 2  # the first one and the middle's are all of them
     same = torch.eye(width).expand(2, -1, -1)
-    monkeypatch.setattr(
-        GradientPieces, "begin", lambda self, *_: setattr(self, "_projections", (same, same))
-    )
-    seen, _, _ = seen_by(config)
+    seen, _, _ = seen_by(config, projections=(same, same))
 
     samples, x = random_samples(3, prompts=PROMPTS), []
     for one in samples:  # each alone: Σ δ hᵀ over its labels, h normed

@@ -132,21 +132,17 @@ def test_sharding_over_one_process_changes_nothing(family, model_folder, packed)
     from ttrl.training.parallel import sharding
 
     plain = gradients_with(model_folder(family), packed)
-    with group_of_one() as here, pytest.MonkeyPatch.context() as patch:
+    with group_of_one() as here:
 
         def both(policy, config, here, between):
             sharding.apply_tensor_parallel(policy.decoder, here.mesh["tensor"])
             between()
             sharding.apply_fsdp(policy, policy.decoder.layers, config, here)
 
-        patch.setattr("ttrl.training.policy.loading.shard", both)
-        assert (
-            distance(
-                gradients_with(model_folder(family), packed, here, activation_checkpointing=True),
-                plain,
-            )
-            < 2e-6
+        sharded = gradients_with(
+            model_folder(family), packed, here, both, activation_checkpointing=True
         )
+        assert distance(sharded, plain) < 2e-6
 
 
 def stepped(folder, packed, steps=2, **settings):
@@ -370,7 +366,7 @@ def test_tensor_parallelism_that_cannot_be_is_refused_before_anything_is_joined(
 
 
 def test_what_needs_cuda_is_refused_where_auto_finds_none(model_folder, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     settings = {"device": "auto", "activation_offloading": True, "cpu_offload": True}
     with pytest.raises(ConfigError) as caught, ranks(settings_of(model_folder(), **settings)):
         pass

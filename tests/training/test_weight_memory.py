@@ -2,6 +2,7 @@
 which part of it.
 """
 
+import dataclasses
 import hashlib
 import os
 
@@ -93,11 +94,10 @@ def test_the_next_weights_lie_in_the_same_place_and_it_is_gone_with_its_process(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_part_is_copied_in_pieces(dtype, monkeypatch):
+def test_a_part_is_copied_in_pieces(dtype):
     """Of whole rows, also where the part lies apart in the whole; its digest is that of all of
     them.
     """
-    monkeypatch.setattr(weight_memory, "_PIECE", 64)
     for shape, columns in (
         ((100,), slice(None)),
         ((37, 5), slice(None)),
@@ -106,29 +106,24 @@ def test_a_part_is_copied_in_pieces(dtype, monkeypatch):
     ):
         whole, part = torch.zeros(shape, dtype=dtype), torch.randn(shape)
         rows = (slice(None), columns)[: len(shape)]
-        digested = weight_memory._copy(part[rows], whole[rows])
+        digested = weight_memory._copy(part[rows], whole[rows], piece_bytes=64)
         assert torch.equal(whole[rows], part[rows].to(dtype)) and digested.hex() == digest(
             part[rows].to(dtype)
         )
         assert whole.count_nonzero() <= part[rows].numel()
 
 
-@pytest.mark.parametrize("enough", [True, False])
-def test_without_memory_for_it(enough, monkeypatch):
-    def none_left(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", none_left)
-    if not enough:
-        monkeypatch.setattr(weight_memory, "memory_bytes", lambda: (1e9, 10.0))
-    memory = WeightMemory(HERE)
-    with pytest.raises(
-        StorageError,
-        match=r"no 0\.0 GiB of memory for them: " + ("No space" if enough else "not enough"),
-    ):
-        memory.write([Held("a", (torch.ones(3),))], torch.float32)
-    monkeypatch.undo()
-    parts = memory.write([Held("a", (torch.ones(3),))], torch.float32)
+def test_without_memory_for_it(files_of_at_most):
+    free = [10.0]
+    memory = WeightMemory(dataclasses.replace(HERE, memory=lambda: (1e9, free[0])))
+    held = [Held("a", (torch.ones(3),))]
+    refused = r"no 0\.0 GiB of memory for them: "
+    with pytest.raises(StorageError, match=refused + "not enough"):
+        memory.write(held, torch.float32)
+    free[0] = 1e9
+    with files_of_at_most(10), pytest.raises(StorageError, match=refused + "File too large"):
+        memory.write(held, torch.float32)
+    parts = memory.write(held, torch.float32)
     read(memory.path, parts)
     memory.close()
 

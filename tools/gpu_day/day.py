@@ -343,7 +343,7 @@ def last_line(log: Path) -> str:
     return ends[-1][-300:] if ends else "it printed nothing"
 
 
-def about_machine(facts: dict[str, str]) -> dict[str, object]:
+def about_machine(facts: dict[str, str], tree: Path = TREE) -> dict[str, object]:
     """Return the card, its driver, the commit and the versions of packages."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     card = platform.processor() or platform.machine()
@@ -352,13 +352,13 @@ def about_machine(facts: dict[str, str]) -> dict[str, object]:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
         if said.returncode == 0 and "," in said.stdout:
             card, driver = (word.strip() for word in said.stdout.splitlines()[0].rsplit(",", 1))
-    commit = git_commit() or facts.get("commit", "unknown")
+    commit = git_commit(tree) or facts.get("commit", "unknown")
     return {"card": card, "driver": driver, "commit": commit, "python": platform.python_version()}
 
 
-def git_commit() -> str:
+def git_commit(tree: Path) -> str:
     """Return the checkout's commit; "" for a tree without its history."""
-    command = ["git", "-C", str(TREE), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
     with contextlib.suppress(OSError):
         said = subprocess.run(command, capture_output=True, text=True, check=False)
         if said.returncode == 0:

@@ -14,7 +14,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,36 @@ MEAN_ANSWER = 300
 QUESTION_CHARACTERS = 240
 
 
-def whole_run(place: Place) -> None:
+def made_elsewhere(folder: Path, shape: dict[str, Any], device: str) -> Path:
+    """Make a model in another process: this one must hold no memory of the GPU during a run."""
+    command = [sys.executable, made_model.__file__, str(folder), json.dumps(shape), device]
+    subprocess.run(command, check=True)
+    return folder / "model"
+
+
+@dataclass(frozen=True)
+class Means:
+    """What makes a model and trains it."""
+
+    make: Callable[[Path, dict[str, Any], str], Path] = made_elsewhere
+    train: Callable[..., object] = train
+
+
+HERE = Means()
+
+
+def whole_run(place: Place, means: Means = HERE) -> None:
     """Run three iterations of 1.5B, all weights trained."""
     settings = {"advantages": "mean", "aggregation": "constant", "constant_length": 1024}
     settings["save_every"] = 3  # a checkpoint and its state take 19 GB
     training = {"lr": 2e-6, "updates_per_iteration": 1}
-    run_and_tell(place, "1.5b", QWEN_1_5B, 3, settings, training)
+    run_and_tell(place, "1.5b", QWEN_1_5B, 3, settings, training, means)
 
 
-def lora_run(place: Place) -> None:
+def lora_run(place: Place, means: Means = HERE) -> None:
     """Run two iterations of 7B with adapters."""
     training = {"lr": 1e-5, "lora_rank": 32, "updates_per_iteration": 1}
-    run_and_tell(place, "7b", QWEN_7B, 2, {}, training)
+    run_and_tell(place, "7b", QWEN_7B, 2, {}, training, means)
 
 
 def run_and_tell(
@@ -54,12 +73,13 @@ def run_and_tell(
     iterations: int,
     settings: dict[str, Any],
     training: dict[str, Any],
+    means: Means,
 ) -> None:
     """Make a model, run, and report seconds, speed and memory of every iteration."""
     if place.rehearse:
         shape = TINY
     models = place.models / name
-    model = made_elsewhere(models, shape, place.device)
+    model = means.make(models, shape, place.device)
     sizes = {"tasks_per_iteration": 32, "samples_per_task": 8, "max_tokens": 1024, "seq_len": 8192}
     if place.rehearse:
         sizes = {"tasks_per_iteration": 4, "samples_per_task": 4, "max_tokens": 64, "seq_len": 512}
@@ -76,19 +96,12 @@ def run_and_tell(
         **settings,
     )
     try:
-        train(config, questions(sizes["tasks_per_iteration"] * iterations), quiet=False)
+        means.train(config, questions(sizes["tasks_per_iteration"] * iterations), quiet=False)
     finally:  # also what was measured before the run was ended
         keep_logs(run, place.logs)
         tell_run(place, run)
         if name != "1.5b":  # which other steps use
             shutil.rmtree(models)
-
-
-def made_elsewhere(folder: Path, shape: dict[str, Any], device: str) -> Path:
-    """Make a model in another process: this one must hold no memory of the GPU during a run."""
-    command = [sys.executable, made_model.__file__, str(folder), json.dumps(shape), device]
-    subprocess.run(command, check=True)
-    return folder / "model"
 
 
 def endings(vocabulary: int) -> list[int]:

@@ -7,7 +7,6 @@ compared one by one after every iteration, and it must learn. With several GPUs 
 the model over two of them. Never run on a GPU yet.
 """
 
-import itertools
 import json
 import os
 import signal
@@ -36,9 +35,15 @@ Case = Mapping[str, Any]
 """
 
 
-def certify(out: Path, say: Callable[[str], None]) -> bool:
+def certify(
+    out: Path,
+    say: Callable[[str], None],
+    trials: Callable[[int, Callable[[str], None]], Iterator[Case]] | None = None,
+) -> bool:
     """Try everything, report each result at once, and write `out`.json and `out`.html. Returns
     whether nothing failed. Raises UserError if the files cannot be written.
+
+    trials: yields the cases, given the number of GPUs and `say`; default: `numerics` and `runs`.
     """
     if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
         raise UserError(
@@ -55,7 +60,7 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
         device = cpu_name()
     say(f"Certifying {device}: about {15 if gpus else 3} minutes")
     try:
-        for case in itertools.chain(numerics(say), runs(len(gpus), say)):
+        for case in (trials or _trials)(len(gpus), say):
             cases.append(case)
     finally:  # also after Ctrl-C: the findings so far
         line = verdict(device, cases)
@@ -68,6 +73,11 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
         )
         say(f"\n{line}\nAttach {out.with_suffix('.html')} and .json to a bug report.")
     return not any(case["passed"] is False for case in cases)
+
+
+def _trials(gpus: int, say: Callable[[str], None]) -> Iterator[Case]:
+    yield from numerics(say)
+    yield from runs(gpus, say)
 
 
 def _case(part: str, case: str, passed: bool | None, found: str, since: float) -> Case:
@@ -112,12 +122,20 @@ def numerics(
             )
 
 
-def runs(gpus: int, say: Callable[[str], None]) -> Iterator[Case]:
-    """Yield the results of a tiny model's run: on one device, and with its trainer on two GPUs."""
+def runs(
+    gpus: int,
+    say: Callable[[str], None],
+    run: Callable[[Path, int], Iterator[Case]] | None = None,
+) -> Iterator[Case]:
+    """Yield the results of a tiny model's run: on one device, and with its trainer on two GPUs.
+
+    run: yields the cases of a run, given its folder and its number of trainer processes.
+    """
+    run = run or _run
     with tempfile.TemporaryDirectory(prefix="ttrl-certificate-") as folder:
-        yield from (_said(case, say) for case in _run(Path(folder), 1))
+        yield from (_said(case, say) for case in run(Path(folder), 1))
         if gpus > 1:
-            yield from (_said(case, say) for case in _run(Path(folder), 2))
+            yield from (_said(case, say) for case in run(Path(folder), 2))
         else:
             here = f"left out with {gpus or 'no'} GPU{'' if gpus == 1 else 's'}"
             yield _said(_case("run", "a trainer of two GPUs", None, here, time.monotonic()), say)

@@ -326,9 +326,11 @@ def check_disk(folder: Path, free: float) -> list[CheckResult]:
     return [CheckResult("ok", "disk", fact)]
 
 
-def check_port() -> list[CheckResult]:
+def check_port(
+    create_server: Callable[..., socket.socket] = socket.create_server,
+) -> list[CheckResult]:
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        with create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except OSError as error:

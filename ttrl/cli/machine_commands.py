@@ -3,9 +3,14 @@
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ttrl.system.console import say
+
+if TYPE_CHECKING:
+    from ttrl.cli.doctor import CheckResult
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +28,15 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=run_doctor)
 
 
-def run_doctor(arguments: argparse.Namespace) -> int:
-    """Examine this machine; return 1 if it cannot run ttrl, or a case of the certificate failed."""
+def run_doctor(
+    arguments: argparse.Namespace,
+    examine: "Callable[[Path], list[CheckResult]] | None" = None,
+    certify: Callable[[Path, Callable[[str], None]], bool] | None = None,
+) -> int:
+    """Examine this machine; return 1 if it cannot run ttrl, or a case of the certificate failed.
+
+    examine, certify: default `ttrl.cli.doctor.examine` and `ttrl.cli.certify.certify`.
+    """
     from ttrl.cli import doctor
 
     print(
@@ -32,7 +44,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         file=sys.stderr,
         flush=True,
     )
-    checks = doctor.examine(Path.cwd())
+    checks = (examine or doctor.examine)(Path.cwd())
     if arguments.model is not None:
         checks += doctor.check_model(arguments.model)
     print(doctor.render(checks))
@@ -40,8 +52,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return 1
     if not arguments.certify:
         return 0
-    from ttrl.cli.certify import certify  # here: its imports may be missing, as doctor finds
+    if certify is None:
+        # Here: its imports may be missing, as doctor finds.
+        from ttrl.cli import certify as certificate
 
+        certify = certificate.certify
     if certify(arguments.out, say):
         return 0
     return 1

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,10 +112,13 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=run_chat)
 
 
-def run_chat(arguments: argparse.Namespace) -> int:
+def run_chat(
+    arguments: argparse.Namespace, read_line: Callable[[], str | None] | None = None
+) -> int:
     """Hold a conversation: a line of standard input is a message, an empty one starts over, the end
-    of the input ends it.
+    of the input ends it. read_line: returns the next line; None at the end.
     """
+    read_line = read_line or _read_line
     import openai
 
     from ttrl.ready_models import ready_model
@@ -135,7 +139,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
         client = stack.enter_context(client_of(served.endpoint))
         print("An empty line starts a new conversation, Ctrl-D ends.", file=sys.stderr, flush=True)
         messages = list(start)
-        while (text := _read_line()) is not None:
+        while (text := read_line()) is not None:
             if not text:
                 messages = list(start)
                 continue

@@ -42,14 +42,18 @@ from ttrl.tiny_model import make_tiny_model
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
+    from ttrl.plans.plan import Plan
+
 _BY_OPTION = ("run", "seed")
 """Settings also read by recipes; --set would change them for the run only."""
-_ALSO_OPTIONS = ("model", "iterations", "weight_sync", "cluster", "nproc_per_node")
+_ALSO_OPTIONS = ("model", "iterations", "overfit", "weight_sync", "cluster", "nproc_per_node")
 """Settings with both an option and --set; --set changes them as the option does."""
 _PLAIN_TEMPLATE = (
     "{%- for message in messages -%}{{- message['content'] -}}"
     "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{%- endfor -%}"
 )
+_OF_LARGE_MACHINES = ("compile", "cpu_offload", "row_length_multiple")
+"""Settings of the trainer without a use for a tiny model."""
 _PROBED = PlanOptions(probe=True)
 _TINY_CONTEXT = 16_384
 _TINY_TASKS = 2
@@ -65,11 +69,13 @@ def script_arguments(
     data: str | None = None,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     options: Callable[[argparse.ArgumentParser], None] | None = None,
+    argv: Sequence[str] | None = None,
 ) -> argparse.Namespace:
     """Read the command line of a recipe: run folder, seed, iterations, any other setting; with
     `model`, also a model ("" if the recipe makes its own); with `data`, also data ("" for data
     without a default); with `presets`, settings of an experiment by its name, overridden one by one
-    by --set; `options` adds more. Raises ConfigError if --set contradicts another option.
+    by options and --set; `options` adds more. argv: its arguments, if not those of this process.
+    Raises ConfigError if --set contradicts another option.
 
     `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
 
@@ -120,16 +126,15 @@ def script_arguments(
             required=not data,
             help=f"a file, a folder, or a data set's name on the hub{shown}",
         )
-    same = (
-        "train on the same first N tasks in each iteration, and sample them greedily after each "
-        "step"
-    )
+    same = "train on the first N tasks alone, and ask them greedily after each step; --set prevails"
     parser.add_argument("--overfit", type=int, metavar="N", help=same)
     if presets:
         parser.add_argument(
             "--preset",
             choices=presets,
-            help="use the settings of an experiment; see docs/reference/families.md",
+            metavar="NAME",
+            help=f"use the settings of an experiment: {', '.join(presets)}; see docs/reference/"
+            "experiments.md and families.md",
         )
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
     parser.add_argument(
@@ -144,18 +149,22 @@ def script_arguments(
     )
     if options is not None:
         options(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     problems = _contradictions(arguments, parser)
     if problems:
         raise ConfigError("arguments", problems)
     if model is not None:
         _take_model(arguments)
+    _take_overfit(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
-    arguments.set = [
-        f"{name}={json.dumps(value)}" for name, value in chosen.items()
-    ] + arguments.set
+    implied = _take_preset(arguments, parser, chosen)
+    implied += [
+        _written(name, value) for name, value in _overfit_settings(arguments.overfit).items()
+    ]
     if arguments.cluster is not None:
         arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
+    arguments.own_set = arguments.set
+    arguments.set = implied + arguments.own_set
     arguments.run = arguments.run.absolute()
     if arguments.plan is not None and not arguments.plan.probe:
         arguments.check = True  # such a plan needs no model made by the recipe first
@@ -177,13 +186,6 @@ def _contradictions(
     """Return contradictions between --set and other options, and misspelled names in --set."""
     given, misspelled = settings_in(arguments.set)
     found = []
-    meant: Settings = {}
-    if arguments.overfit is not None:
-        meant = _overfit_settings(arguments.overfit)
-    for name in given.keys() & meant.keys():
-        if given[name] != meant[name]:
-            why = f"--overfit {arguments.overfit} means {_written(name, meant[name])}"
-            found.append(f"{why}, but --set sets {_written(name, given[name])}; leave one out")
     for name in given.keys() & vars(arguments).keys():
         own = getattr(arguments, name)
         option = f"--{name.replace('_', '-')}"
@@ -202,12 +204,36 @@ def _contradictions(
     return [*sorted(found), *misspelled]
 
 
+def _take_preset(
+    arguments: argparse.Namespace, parser: argparse.ArgumentParser, chosen: Mapping[str, Any]
+) -> list[str]:
+    """Take a preset's options, unless the command line has its own; return its settings, as for
+    --set.
+    """
+    others = dict(chosen)
+    for name in (*_ALSO_OPTIONS, "overfit"):
+        if name in others and hasattr(arguments, name):
+            value = others.pop(name)
+            if getattr(arguments, name) == parser.get_default(name):
+                setattr(arguments, name, value)
+    return [f"{name}={json.dumps(value)}" for name, value in others.items()]
+
+
 def _take_model(arguments: argparse.Namespace) -> None:
     """Move a model in --set to the option; recipes read it themselves."""
     given = settings_in(arguments.set)[0].get("model")
     if given is not None:
         arguments.model = str(given)
     arguments.set = [text for text in arguments.set if text.partition("=")[0] != "model"]
+
+
+def _take_overfit(arguments: argparse.Namespace) -> None:
+    """Move `overfit` in --set to the option: it means further settings, and recipes read it."""
+    given = settings_in(arguments.set)[0].get("overfit")
+    if type(given) is not int:
+        return  # a wrong value is reported with all other problems
+    arguments.overfit = given
+    arguments.set = [text for text in arguments.set if text.partition("=")[0] != "overfit"]
 
 
 def _written(name: str, value: Any) -> str:
@@ -218,11 +244,14 @@ def _written(name: str, value: Any) -> str:
     return f"{name}={text}"
 
 
-def _overfit_settings(count: int) -> Settings:
-    """Return the settings behind --overfit: no other tasks, and greedy answers to them after each
-    step.
+def _overfit_settings(count: int | None) -> Settings:
+    """Return the settings behind --overfit: no other tasks, all of them in each iteration, and
+    greedy answers to them after each step.
     """
+    if count is None:
+        return {}
     return {
+        "overfit": count,
         "tasks_per_iteration": count,
         "dynamic_sampling": None,
         "max_extra_tasks": None,
@@ -332,29 +361,27 @@ def run_recipe(
         tasks = [task(number) for number in range(100)]
         print(run_recipe(arguments, config, tasks[:84], tasks[84:], what="right sums"))
     """
+    config, problems = with_settings(config, getattr(arguments, "set", ()))
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(
             config, tasks, validation_tasks, make=not arguments.check
         )
-    config, problems = with_settings(config, getattr(arguments, "set", ()))
-    count = getattr(arguments, "overfit", None)
-    if count is not None and not 1 <= count <= len(tasks):
-        problems.append(
-            f"--overfit is {count}, but there are {len(tasks)} tasks; give a number from 1 to "
-            f"{len(tasks)}"
-        )
-    elif count is not None:
-        tasks = [dataclasses.replace(task, level=0) for task in tasks[:count]]
-        validation_tasks = tasks
-        config = dataclasses.replace(config, **_overfit_settings(count))
-        what = f"{what} on the {count} training tasks"
+        config, _ = with_settings(config, arguments.own_set)
+        if config.overfit is not None:
+            count = min(config.overfit, len(tasks))
+            config = dataclasses.replace(config, **_overfit_settings(count))
+    if config.overfit is not None:
+        what = f"{what} on the {config.overfit} training tasks"
     asked: PlanOptions | None = arguments.plan
     if arguments.check or problems:
         is_planned = asked is not None and not problems
         needed = _is_to_be_had(arguments) and not is_planned
-        checked(config, tasks, validation_tasks, model=needed, problems=problems)
+        config, tasks, validation_tasks = checked(
+            config, tasks, validation_tasks, model=needed, problems=problems
+        )
         if is_planned:
-            return _rough_plan(arguments, config, tasks, validation_tasks)
+            assert asked is not None
+            return asked.text(rough_plan(arguments, config, tasks, validation_tasks))
         if not tasks or not validation_tasks:
             raise UserError(
                 f"{len(tasks)} tasks and {len(validation_tasks)} held out: the data is too small; "
@@ -388,19 +415,19 @@ def run_recipe(
         tried = "tried out, with random rewards added for training\n"
     else:
         tried = ""
-    if getattr(arguments, "overfit", None):
+    if config.overfit is not None:
         held_out = ""
     else:
         held_out = "held-out "
     return f"{tried}{held_out}{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
 
 
-def _rough_plan(
+def rough_plan(
     arguments: argparse.Namespace,
     config: TrainConfig,
     tasks: Sequence[Task],
     validation_tasks: Sequence[Task],
-) -> str:
+) -> "Plan":
     """Plan without running anything. A model made from a tiny one by the recipe has its shape."""
     asked: PlanOptions = arguments.plan
     made_first = not _is_to_be_had(arguments) and not Path(config.model).exists()
@@ -410,7 +437,7 @@ def _rough_plan(
             model = make_tiny_model(Path(scratch, "model"))
             planned = dataclasses.replace(config, model=str(model))
         made = asked.plan(planned, tasks, validation_tasks)
-    return asked.text(dataclasses.replace(made, model=config.model))
+    return dataclasses.replace(made, model=config.model)
 
 
 def _prompt_size(task: Task) -> int:
@@ -431,7 +458,12 @@ def _tiny(
         make_tiny_model(
             folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT
         )
-    training = {**config.recipe_settings, "rows_per_microbatch": 1}
+    training = {
+        name: value
+        for name, value in config.recipe_settings.items()
+        if name not in _OF_LARGE_MACHINES
+    }
+    training["rows_per_microbatch"] = 1
     config = dataclasses.replace(
         config,
         tasks_per_iteration=_TINY_TASKS,

@@ -4,16 +4,22 @@
 
 import argparse
 import difflib
+import logging
 import os
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ttrl.errors import ConfigError, UserError
 from ttrl.system.console import say
 from ttrl.text import harmless
+
+if TYPE_CHECKING:
+    from ttrl.instruments.held_out import HeldOut
 
 _RUN = "a run folder, such as runs/sort_letters"
 _RECIPES = Path(__file__).parents[2] / "recipes"
@@ -44,10 +50,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run_command=run_train)
 
 
-def run_train(arguments: argparse.Namespace) -> int:
-    """Train by a file of settings, or become the script."""
+def run_train(arguments: argparse.Namespace, train: Callable[..., object] | None = None) -> int:
+    """Train by a file of settings, or become the script. train: default `ttrl.train`."""
     if arguments.what.endswith((".yaml", ".yml")):
-        return _train_by_settings(Path(arguments.what), arguments.options)
+        return _train_by_settings(Path(arguments.what), arguments.options, train)
     script = script_named(arguments.what)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(script), *arguments.options])
@@ -88,7 +94,7 @@ def script_named(what: str) -> Path:
     return known[name]
 
 
-def _train_by_settings(file: Path, options: list[str]) -> int:
+def _train_by_settings(file: Path, options: list[str], train: Callable[..., object] | None) -> int:
     parser = argparse.ArgumentParser(prog=f"ttrl train {file}")
     others = "settings to use instead of the file's: model=FOLDER iterations=100 lora_rank=16"
     parser.add_argument(
@@ -99,15 +105,15 @@ def _train_by_settings(file: Path, options: list[str]) -> int:
     )
     given = parser.parse_args(options)
     from ttrl.cli.settings import read_run
+    from ttrl.loop import start
     from ttrl.loop.checks import checked
-    from ttrl.loop.start import train
 
     config, tasks, validation_tasks, problems = read_run(file, given.set)
     if given.check or problems:
         checked(config, tasks, validation_tasks, problems=problems)
         print(f"{len(tasks)} tasks, {len(validation_tasks)} held out; the settings are right")
         return 0
-    train(config, tasks, validation_tasks)
+    (train or start.train)(config, tasks, validation_tasks)
     return 0
 
 
@@ -263,12 +269,19 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT|RUN",
         help=f"{what}; its starting checkpoint must still exist",
     )
+    tasks = (
+        "the entropy is measured on answers to these, as for `ttrl eval` (the run's held-out "
+        "tasks); pack: on half of the step's own answers, without a server"
+    )
+    parser.add_argument("--entropy-tasks", metavar="LIST", help=tasks)
     parser.add_argument(
+        "--entropy-samples",
         "--sequences",
+        dest="sequences",
         type=int,
         default=256,
         metavar="N",
-        help="number of replies to measure the entropy on (default: 256)",
+        help="number of answers to measure the entropy on (default: 256)",
     )
     factors = (
         "for a checkpoint: the sweep of η, in learning rates (default: "
@@ -279,13 +292,18 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         "dtype of the study, not of the run; fp64 shows small steps lost to rounding in fp32 "
         "(default: fp32)"
     )
-    parser.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32", help=dtype)
+    parser.add_argument("--dtype", choices=("fp32", "fp64"), help=dtype)
     device = "device of the study (default: the run's); cpu also studies runs on a GPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
+    precision = (
+        "for a checkpoint: repeat the sweep in bf16, fp32 and fp64, and show where precision and "
+        "linearity end; takes --dtype fp64"
+    )
+    parser.add_argument("--precision", action="store_true", help=precision)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     kernel = (
-        "for a checkpoint: also the Fisher kernel of N tokens, at two backward passes per token "
-        "(default: 0)"
+        "also the Fisher kernel of N of these answers and of the update's, at a backward pass for "
+        "each (default: 0)"
     )
     parser.add_argument("--kernel", type=int, default=0, metavar="N", help=kernel)
     parser.add_argument(
@@ -310,15 +328,20 @@ def run_study(arguments: argparse.Namespace) -> int:
         problems.append(f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2")
     if arguments.sequences < 2:
         problems.append(f"--sequences is {arguments.sequences}; it must be at least 2")
-    if is_run and (arguments.factors is not None or arguments.kernel):
+    if arguments.kernel < 0:
+        problems.append(f"--kernel is {arguments.kernel}; it must be at least 0")
+    if is_run and (arguments.factors is not None or arguments.precision):
         problems.append(
-            f"--factors and --kernel are for one checkpoint, but {arguments.path} is a run"
+            f"--factors and --precision are for one checkpoint, but {arguments.path} is a run"
         )
+    if arguments.precision and arguments.dtype == "fp32":
+        problems.append("--precision compares with float64, and --dtype is fp32: leave it out")
     if problems:
         raise ConfigError("arguments", problems)
     print(f"ttrl study: loading PyTorch, then {arguments.path}", file=sys.stderr, flush=True)
     try:
         from ttrl.instruments import study_run
+        from ttrl.instruments.precision_sweep import PRECISION_FACTORS
         from ttrl.instruments.study import FACTORS, study
         from ttrl.instruments.study_report import study_text, write_study
     except ModuleNotFoundError as error:
@@ -329,27 +352,63 @@ def run_study(arguments: argparse.Namespace) -> int:
         ) from error
     from ttrl.report.page import leave_report
 
-    options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "device", "seed")}
+    if is_run:
+        run = arguments.path
+    else:
+        run = arguments.path.absolute().parent.parent.parent
+    names = ("sequences", "device", "seed", "kernel")
+    options = {name: getattr(arguments, name) for name in names}
+    options["dtype"] = arguments.dtype or ("fp64" if arguments.precision else "fp32")
+    options["held_out"] = _held_out(arguments, run)
     if is_run:
         say("\n".join(textwrap.wrap(study_run.HEADING, 100)) + "\n")
         say(study_run.row_text(None))
+        output = arguments.output or arguments.path / "study"
         every = study_run.study_run(
-            arguments.path, **options, seen=lambda row: say(study_run.row_text(row))
+            arguments.path, **options, output=output, seen=lambda row: say(study_run.row_text(row))
         )
         say(study_run.last_words(every))
-        paths = study_run.write_steps(every, arguments.output or arguments.path / "study")
+        paths = study_run.write_steps(every, output)
     else:
         found = study(
-            arguments.path, factors=factors or FACTORS, kernel=arguments.kernel, **options
+            arguments.path,
+            factors=factors or (PRECISION_FACTORS if arguments.precision else FACTORS),
+            precision=arguments.precision,
+            **options,
         )
         say(study_text(found))
         paths = write_study(found, arguments.output or arguments.path.parent / "study")
     for path in paths:
         print(path)
-    if is_run:
-        run = arguments.path
-    else:
-        run = arguments.path.parent.parent.parent
     if arguments.output is None and (run / "metrics.jsonl").is_file():
         print(leave_report(run))  # it shows the pictures
     return 0
+
+
+def _held_out(arguments: argparse.Namespace, run: Path) -> "HeldOut | None":
+    """Return the source of the entropy batch; None for the pack's answers. Raises ConfigError."""
+    from ttrl.configs.run import TrainConfig
+    from ttrl.evaluation.drawn_answers import RUNS_OWN, DrawnAnswers, tasks_of
+    from ttrl.instruments.held_out import HeldOut
+    from ttrl.run_folder.folder import RunFolder
+
+    spec = arguments.entropy_tasks
+    if spec == "pack":
+        return None
+    if not (run / "config.yaml").is_file():
+        if spec is None:
+            return None
+        problem = (
+            f"--entropy-tasks is {spec}, and {run / 'config.yaml'} is not there: it says how the "
+            "run samples; leave --entropy-tasks out to measure on the pack's answers"
+        )
+        raise ConfigError("arguments", [problem])
+    config = TrainConfig.parse(RunFolder(run).config(), str(run / "config.yaml"))
+    tasks = tasks_of(run, spec, config)
+    if not tasks:
+        return None
+    name = spec or RUNS_OWN
+    answers = DrawnAnswers(tasks, arguments.sequences, arguments.seed, config)
+    folder = (arguments.output or run / "study") / "entropy"
+    logging.getLogger("ttrl.instruments").setLevel(logging.INFO)
+    return HeldOut(name, answers.request(name), folder, answers)

@@ -22,6 +22,23 @@ _OF_RECIPE = GRPOConfig.names()
 _SPLITS = {"tasks": "train", "validation_tasks": "validation"}
 _OF_THE_MACHINE = ("device", "dtype", "num_threads", "trainer_memory")
 """Settings recorded in a run's config.yaml as decided by the machine."""
+_OF_ARMS = frozenset(
+    {
+        "model",
+        "seed",
+        "data",
+        "held_out",
+        "output_dir",
+        "steps",
+        "flops",
+        "state",
+        "save_state",
+        "device",
+        "dtype",
+        "num_threads",
+    }
+)
+"""Settings of supervised training that a comparison of arms sets itself."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +233,25 @@ def settings_in(texts: Sequence[str]) -> tuple[Settings, list[str]]:
         )
         unknown.append(f"neither a run nor a recipe has a setting {name!r}{hint}")
     return {name: value for name, value in changes.items() if name in known}, unknown
+
+
+def sft_settings_in(texts: Sequence[str]) -> tuple[Settings, list[str]]:
+    """Return the settings of supervised training in "KEY=VALUE" texts, and a problem for each text
+    that is none, or that a comparison of arms sets itself.
+    """
+    found: list[tuple[str, Any]] = []
+    problems = []
+    for text in texts:
+        try:
+            name, value = _setting(text)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if name in _OF_ARMS:
+            problems.append(f"{name} is the same for all arms, or follows from RL's; leave it out")
+        else:
+            found.append((name, value))
+    return dict(found), problems
 
 
 def _changed(values: Settings, changes: Settings) -> Settings:

@@ -1,4 +1,4 @@
-"""`ttrl sweep FILE`: the runs of a grid, one after the other, and one comparison at the end.
+"""`ttrl sweep FILE`: the runs of a grid, and one comparison at the end.
 
     recipe: sort_letters                   # a recipe by its name, or a script with the same options
     runs: runs/shape                       # where the runs go, each in a folder named after its
@@ -12,6 +12,11 @@
                                            (none)
       lr: [1.0e-4, 3.0e-4]                 # also model: [FOLDER, NAME]
     by: flops                              # where they are compared (iteration)
+    gpus: 1                                # of each run; with more GPUs, runs go side by side
+                                           (all GPUs, one run after the other)
+
+Further options go to all of the runs: `ttrl sweep FILE --data PATH --overfit 8`. Runs side by side
+write their output to RUNS/NAME.log.
 
 A run is finished when its script has ended without an error. RUNS/sweep.json keeps a digest of
 each finished run's command (the command may hold a secret). The same `ttrl sweep` thus
@@ -23,8 +28,12 @@ import argparse
 import hashlib
 import itertools
 import json
+import os
 import subprocess
 import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,11 +41,14 @@ from typing import Any
 import yaml
 
 from ttrl.cli.runs import recipes
+from ttrl.configs.machines import shares_of_devices
 from ttrl.errors import UserError
 from ttrl.system.console import say
 from ttrl.system.files import read_object, write_json
+from ttrl.system.gpus import visible_devices
 
 _STATE_FILE = "sweep.json"
+_LOOK_SECONDS = 0.2
 
 
 @dataclass
@@ -50,6 +62,7 @@ class Sweep:
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     grid: dict[str, list[Any]] = field(default_factory=dict)
     by: str = "iteration"
+    gpus: int | None = None
 
     def commands(self) -> dict[str, list[str]]:
         """Return the command of each run, by the name of its folder; the seeds of one arm follow
@@ -79,8 +92,10 @@ class Sweep:
         return found
 
 
-def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's file. Raises UserError with its faults."""
+def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
+    """Read a sweep's file; `others` are further arguments for all runs. Raises UserError with its
+    faults.
+    """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -98,6 +113,7 @@ def read_sweep(path: Path) -> Sweep:
         "arms": dict,
         "grid": dict,
         "by": str,
+        "gpus": int,
     }
     found = [
         f"unknown key {name!r}; choose one of {', '.join(kinds)}"
@@ -135,9 +151,12 @@ def read_sweep(path: Path) -> Sweep:
             if values.get("by", "flops") in _BY
             else [f"by is {values['by']!r}; choose one of {', '.join(_BY)}"]
         )
+        if values.get("gpus", 1) < 1:
+            found.append(f"gpus is {values['gpus']}; give each run 1 or more, or leave it out")
     if found:
         raise UserError(f"{path}: " + "\n".join(found))
-    sweep = Sweep(**{**values, "arguments": [str(one) for one in values.get("arguments", [])]})
+    given = [*values.get("arguments", []), *others]
+    sweep = Sweep(**{**values, "arguments": [str(one) for one in given]})
     if len(sweep.commands()) < 2:
         raise UserError(f"{path} defines a single run; give arms, a grid or seeds")
     return sweep
@@ -153,26 +172,28 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list", action="store_true", help="print the commands without running them"
     )
-    parser.set_defaults(run_command=run_sweep)
+    parser.set_defaults(run_command=run_sweep, takes_others=True)
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Run all unfinished runs, then compare all finished ones."""
-    sweep = read_sweep(arguments.file)
+    sweep = read_sweep(arguments.file, arguments.others)
     commands = sweep.commands()
     runs = Path(sweep.runs)
     if arguments.list:
         print("\n".join(" ".join(command) for command in commands.values()))
         return 0
     finished = _finished(runs / _STATE_FILE)
+    unfinished = {
+        name: command
+        for name, command in commands.items()
+        # Older files have the command itself.
+        if finished.get(name) not in (_digest(command), command)
+    }
     failed = []
-    for number, (name, command) in enumerate(commands.items(), 1):
-        if finished.get(name) in (_digest(command), command):  # older files have the command itself
-            continue
-        print(f"ttrl sweep: run {number} of {len(commands)}: {name}", file=sys.stderr, flush=True)
-        if _run([sys.executable, *command]) == 0:
-            finished[name] = _digest(command)
-            runs.mkdir(parents=True, exist_ok=True)
+    for name, status in _endings(unfinished, _places(sweep), runs, len(commands)):
+        if status == 0:
+            finished[name] = _digest(commands[name])
             write_json(runs / _STATE_FILE, finished)
         else:
             failed.append(name)
@@ -194,14 +215,68 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run(command: list[str]) -> int:
-    """Run a script to its end. An interruption reaches it too; wait for its orderly end."""
-    with subprocess.Popen(command) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
+def _places(sweep: Sweep) -> list[dict[str, str]]:
+    """Return the further environment of each run that goes at the same time: its share of the GPUs.
+    Raises UserError if a run has too few.
+    """
+    if sweep.gpus is None:
+        return [{}]
+    devices = visible_devices()
+    if not devices:
+        return [{}]
+    if len(devices) < sweep.gpus:
+        raise UserError(
+            f"gpus is {sweep.gpus}, and there are {len(devices)} GPUs; give each run fewer"
+        )
+    shares = shares_of_devices(len(devices) // sweep.gpus, sweep.gpus, devices)
+    return [{"CUDA_VISIBLE_DEVICES": share} for share in shares]
+
+
+def _endings(
+    commands: Mapping[str, list[str]], places: Sequence[dict[str, str]], runs: Path, total: int
+) -> Iterator[tuple[str, int]]:
+    """Run scripts, one at each place at a time; yield the name and exit status of each at its end.
+
+    An interruption reaches them, too; wait for their orderly ends. total: runs of the sweep.
+    """
+    waiting = deque(commands.items())
+    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
+    runs.mkdir(parents=True, exist_ok=True)
+    try:
+        while waiting or running:
+            for place, environment in enumerate(places):
+                if waiting and place not in running:
+                    name, command = waiting.popleft()
+                    number = total - len(waiting)
+                    said = f"ttrl sweep: run {number} of {total}: {name}"
+                    log = None
+                    if len(places) > 1:
+                        log = runs / f"{name}.log"
+                        said += f"; its output is in {log}"
+                    print(said, file=sys.stderr, flush=True)
+                    running[place] = name, _start(command, environment, log)
+            time.sleep(_LOOK_SECONDS)
+            for place, (name, process) in list(running.items()):
+                status = process.poll()
+                if status is not None:
+                    del running[place]
+                    yield name, status
+    finally:
+        for _, process in running.values():
             process.wait()
-            raise
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path | None
+) -> subprocess.Popen[bytes]:
+    """Start a script. log: for its output; None: it writes where this process does."""
+    own = {**os.environ, **environment}
+    if log is None:
+        return subprocess.Popen([sys.executable, *command], env=own)
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, *command], env=own, stdout=file, stderr=subprocess.STDOUT
+        )
 
 
 def _digest(command: list[str]) -> str:

@@ -13,13 +13,12 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import ray
-
+from ttrl.cluster.ray_connection import RAY, Cluster
 from ttrl.server.model_folder import weight_files
 from ttrl.system.memory_limit import memory_bytes
 from ttrl.text import gib
@@ -45,7 +44,9 @@ class Sent(NamedTuple):
 class Broadcast:
     """Offer weights: the lead's side. Safe for several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster = RAY, piece_bytes: int = _PIECE) -> None:
+        self._cluster = cluster
+        self._piece_bytes = piece_bytes
         self._lock = threading.Lock()
         self._asked: tuple[Any, ...] = ()
         """Identity of the last requested checkpoint: the path and its files' stats, since a
@@ -67,8 +68,10 @@ class Broadcast:
                 self._sent = None
                 self._readers = 0
                 if self._has_room(checkpoint, size):
+                    put = self._cluster.put
                     pieces = {
-                        file.name: [ray.put(piece) for piece in _pieces(file)] for file in files
+                        file.name: [put(piece) for piece in _pieces(file, self._piece_bytes)]
+                        for file in files
                     }
                     self._sent = Sent(secrets.token_hex(8), pieces, size)
                 self._asked = asked
@@ -85,7 +88,9 @@ class Broadcast:
                     self._sent = None
 
     def _has_room(self, checkpoint: Path, size: int) -> bool:
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        nodes = [
+            node for node in self._cluster.nodes() if node["Alive"] and node["Resources"].get("CPU")
+        ]
         if not nodes:
             return False  # all have just gone
         least = min(nodes, key=lambda node: node["Resources"].get("object_store_memory", 0.0))
@@ -102,9 +107,9 @@ class Broadcast:
         return bool(size <= _ROOM * room)
 
 
-def _pieces(file: Path) -> Iterator[bytes]:
+def _pieces(file: Path, piece_bytes: int) -> Iterator[bytes]:
     with open(file, "rb", buffering=0) as whole:
-        while piece := whole.read(_PIECE):
+        while piece := whole.read(piece_bytes):
             yield piece
 
 
@@ -116,7 +121,8 @@ class Staged:
                      NAME/lock  held by each reading process until it drops the weights or ends
     """
 
-    def __init__(self, memory: str = "/dev/shm") -> None:
+    def __init__(self, memory: str = "/dev/shm", cluster: Cluster = RAY) -> None:
+        self._cluster = cluster
         self._pool = Path(memory, f"ttrl-{os.geteuid()}")
         self._reading: dict[str, IO[bytes]] = {}
         """Name of the weights → open lock."""
@@ -138,7 +144,8 @@ class Staged:
             try:
                 for name, references in sent.pieces.items():
                     if not (folder / name).exists():
-                        _write(folder / name, references, seconds)
+                        pieces = (self._cluster.get(one, timeout=seconds) for one in references)
+                        _write(folder / name, pieces)
             except BaseException:
                 self._forget(sent.name)
                 raise
@@ -174,10 +181,10 @@ class Staged:
                     shutil.rmtree(folder)
 
 
-def _write(path: Path, references: list[Any], seconds: float) -> None:
+def _write(path: Path, pieces: Iterable[bytes]) -> None:
     """Assemble a file; it appears atomically."""
     unfinished = path.with_suffix(".unfinished")
     with open(unfinished, "wb") as output:
-        for reference in references:
-            output.write(ray.get(reference, timeout=seconds))
+        for piece in pieces:
+            output.write(piece)
     unfinished.rename(path)

@@ -22,7 +22,9 @@ from ttrl.cluster import AUTHENTICATION
 from ttrl.cluster.ray_connection import (
     ASK_SECONDS,
     NAMESPACE,
+    RAY,
     START_SECONDS,
+    Cluster,
     Words,
     actor_class,
     as_words,
@@ -57,12 +59,15 @@ class Lead:
         work: Callable[..., Any],
         arguments: Mapping[str, Any],
         accepts_open: bool,
+        *,
+        again: bool = False,
+        authentication: str = AUTHENTICATION,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._asked = config, time.monotonic()
+        """again: whether Ray restarted it. authentication: RAY_AUTH_MODE of the cluster."""
+        self._clock, self._authentication = clock, authentication
+        self._config, self._asked = config, clock()
         self._done: tuple[Any, Words | None] | None = None
-        # A deprecation inside Ray.
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         threading.Thread(
             target=self._run,
             args=(work, arguments, accepts_open, again),
@@ -78,13 +83,13 @@ class Lead:
         again: bool,
     ) -> None:
         try:
-            if AUTHENTICATION != "token" and not accepts_open:
+            if self._authentication != "token" and not accepts_open:
                 raise UserError(
                     "this Ray cluster needs no token: anyone with access to its ports can run "
                     "programs as you. Start it with RAY_AUTH_MODE=token on each machine, or set "
                     "RAY_AUTH_MODE=disabled here to accept this"
                 )
-            deadline = time.monotonic() + (_TAKE_OVER_SECONDS if again else _KILLED_SECONDS)
+            deadline = self._clock() + (_TAKE_OVER_SECONDS if again else _KILLED_SECONDS)
             while True:
                 try:
                     # The actor's name admits one lead; a live owner is still refused.
@@ -93,7 +98,7 @@ class Lead:
                     self._done = result, None
                     return
                 except RunFolderInUseError:
-                    if time.monotonic() > deadline:
+                    if self._clock() > deadline:
                         raise
                     time.sleep(_LOOK_SECONDS)
         except BaseException as error:
@@ -103,12 +108,12 @@ class Lead:
 
     def done(self) -> tuple[Any, Words | None] | None:
         """Return (result, error), or None while it runs."""
-        self._asked = time.monotonic()
+        self._asked = self._clock()
         return self._done
 
     def looked_at(self, config: TrainConfig) -> tuple[bool, str | None]:
         """Return (is done, reason why a program with this config may not wait for it, or None)."""
-        if time.monotonic() - self._asked < _LEFT_SECONDS:
+        if self._clock() - self._asked < _LEFT_SECONDS:
             return self._done is not None, "another program waits for it"
         return self._done is not None, None if config == self._config else "it has other settings"
 
@@ -123,7 +128,11 @@ def lead_name(run: str | os.PathLike[str]) -> str:
 
 
 def run_detached(
-    config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any], console: Console
+    config: TrainConfig,
+    work: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    console: Console,
+    cluster: Cluster = RAY,
 ) -> Any:
     """Run `work(**arguments)`, the run of `config`, as an actor of the cluster; return its result.
 
@@ -132,8 +141,8 @@ def run_detached(
     own errors.
     """
     assert config.cluster is not None
-    connect(config.cluster)
-    actor, is_new = _begin(config, work, arguments, console)
+    connect(config.cluster, cluster)
+    actor, is_new = _begin(config, work, arguments, console, cluster)
     if not is_new:
         console.line(
             "the run is already active, and no program waited for it; its further output is in "
@@ -145,26 +154,26 @@ def run_detached(
     )
     patience = max(config.join_timeout, START_SECONDS)
     try:
-        if is_new and not ray.wait([actor.__ray_ready__.remote()], timeout=patience)[0]:
+        if is_new and not cluster.wait([actor.__ray_ready__.remote()], timeout=patience)[0]:
             raise TrainerError(
                 f"the lead of {config.run} has not started within {patience:.0f} s: it needs "
                 f"{_wanted(config)} of one machine; `ray status` lists free resources. Ask for "
                 "fewer GPUs (nproc_per_node), or wait longer (join_timeout)"
             )
-        while (done := _answer(config, actor.done.remote(), None)) is None:
+        while (done := _answer(config, actor.done.remote(), None, cluster)) is None:
             time.sleep(_LOOK_SECONDS)
     finally:  # also after Ctrl-C
-        ray.kill(actor)
+        cluster.kill(actor)
     result, words = done
     if words is not None:
         raise from_words(words)
     return result
 
 
-def _answer(config: TrainConfig, asked: Any, silent: Any) -> Any:
+def _answer(config: TrainConfig, asked: Any, silent: Any, cluster: Cluster) -> Any:
     """Return a lead's answer, or `silent` while Ray restarts it elsewhere."""
     try:
-        return ray.get(asked, timeout=ASK_SECONDS)
+        return cluster.get(asked, timeout=ASK_SECONDS)
     except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
         return silent
     except ray.exceptions.RayError as error:
@@ -174,22 +183,25 @@ def _answer(config: TrainConfig, asked: Any, silent: Any) -> Any:
         ) from error
 
 
-def _lead_of(*given: Any) -> type[Lead]:
+def _lead_of(*given: Any, largest: int = _LARGEST) -> type[Lead]:
     """Return a lead's class with its arguments inside. Ray keeps classes in the cluster's head;
     large arguments stay with the caller, and its death would rule out a restart. Raises UserError
     for arguments above the limit.
     """
     packed = zlib.compress(cloudpickle.dumps(given))
-    if len(packed) > _LARGEST:
+    if len(packed) > largest:
         raise UserError(
             f"the tasks take {len(packed) / 1e6:.0f} MB, compressed, and a cluster stores at most "
-            f"{_LARGEST / 1e6:.0f} MB of a run; make tasks smaller, and let graders read large "
+            f"{largest / 1e6:.0f} MB of a run; make tasks smaller, and let graders read large "
             "data from shared files"
         )
 
     class RunLead(Lead):
         def __init__(self) -> None:
-            super().__init__(*cloudpickle.loads(zlib.decompress(packed)))
+            # A deprecation inside Ray.
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+                again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+            super().__init__(*cloudpickle.loads(zlib.decompress(packed)), again=again)
 
     return RunLead
 
@@ -203,7 +215,11 @@ def _wanted(config: TrainConfig) -> dict[str, int]:
 
 
 def _begin(
-    config: TrainConfig, work: Callable[..., Any], arguments: Mapping[str, Any], console: Console
+    config: TrainConfig,
+    work: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    console: Console,
+    cluster: Cluster = RAY,
 ) -> tuple[Any, bool]:
     """Return (the run's actor, whether it was started now); joins an actor without a waiting
     program. Raises RunFolderError if the actor may not be joined, and the errors of `_lead_of`."""
@@ -218,23 +234,26 @@ def _begin(
     }
     for _ in range(20):
         try:
-            actor = actor_class(kind, **options).remote()
+            actor = actor_class(kind, cluster, **options).remote()
             actor.__ray_ready__.remote()  # ray:// reports a taken name only now
             return actor, True
         except ValueError:  # the name is taken
             try:
-                other = ray.get_actor(name, namespace=NAMESPACE)
+                other = cluster.get_actor(name, namespace=NAMESPACE)
             except ValueError:
                 time.sleep(_LOOK_SECONDS)
                 continue
         is_done, why_not = _answer(
-            config, other.looked_at.remote(config), (False, "it does not answer now")
+            config,
+            other.looked_at.remote(config),
+            (False, "it does not answer now"),
+            cluster,
         )
         if is_done:
-            _, words = _answer(config, other.done.remote(), (None, None))
+            _, words = _answer(config, other.done.remote(), (None, None), cluster)
             if words is not None:
                 console.line(f"note: the run ended with no program waiting for it: {words[1]}")
-            ray.kill(other)  # done, result not fetched
+            cluster.kill(other)  # done, result not fetched
             time.sleep(_LOOK_SECONDS)
         elif why_not is None:
             return other, False

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -22,13 +22,49 @@ missing on the other side.
 """
 
 
-def connect(address: str) -> None:
+class Cluster(Protocol):
+    """Name the calls a lead makes of Ray; the module `ray` has them."""
+
+    def init(self, *, address: str, namespace: str, logging_level: int) -> Any:
+        """Connect this process."""
+
+    def is_initialized(self) -> bool:
+        """Return whether this process is connected."""
+
+    def remote(self, kind: type) -> Any:
+        """Return a class of actors."""
+
+    def get_actor(self, name: str, namespace: str) -> Any:
+        """Return a named actor. Raises ValueError without one."""
+
+    def kill(self, actor: Any) -> None:
+        """End an actor."""
+
+    def put(self, value: Any) -> Any:
+        """Store a value; return a reference."""
+
+    def get(self, reference: Any, *, timeout: float | None = None) -> Any:
+        """Return the value, or raise the error, behind a reference."""
+
+    def wait(
+        self, references: list[Any], *, num_returns: int = 1, timeout: float | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the references with and without a value."""
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Describe the machines."""
+
+
+RAY: Cluster = ray
+
+
+def connect(address: str, cluster: Cluster = RAY) -> None:
     """Connect this process to the cluster at `address` ("auto", "HOST:PORT", "ray://HOST:PORT").
     Harmless if connected. Raises UserError on failure."""
-    if ray.is_initialized():
+    if cluster.is_initialized():
         return
     try:
-        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.WARNING)
+        cluster.init(address=address, namespace=NAMESPACE, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise UserError(
             f"the Ray cluster at {address!r} cannot be used: {error}\nStart one with `ray start "
@@ -38,7 +74,7 @@ def connect(address: str) -> None:
         ) from error
 
 
-def actor_class(kind: type, **options: Any) -> Any:
+def actor_class(kind: type, cluster: Cluster = RAY, **options: Any) -> Any:
     """Return a class of actors with two changes. They see only their requested GPUs (Ray shows all
     to an actor without any). Guards end their child processes (`ttrl.system.process_guard`): Ray
     would kill the guards, as an actor's own children, and leave the guarded processes, such as a
@@ -48,7 +84,7 @@ def actor_class(kind: type, **options: Any) -> Any:
         "RAY_kill_child_processes_on_worker_exit": "false",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
     }
-    return ray.remote(kind).options(runtime_env={"env_vars": variables}, **options)
+    return cluster.remote(kind).options(runtime_env={"env_vars": variables}, **options)
 
 
 def begin_actor(kind: type, options: Mapping[str, Any], *arguments: Any) -> Any:

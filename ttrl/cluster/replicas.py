@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import ray
 
 from ttrl.cluster.broadcast import Broadcast, Sent, Staged
 from ttrl.cluster.ray_connection import (
+    RAY,
+    Cluster,
     Words,
     as_words,
     begin_actor,
@@ -31,7 +33,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError
 from ttrl.server.connection import JoinedServer, ServerConnection
 from ttrl.server.serve import keep_serving
-from ttrl.server.vllm import seconds_to_start
+from ttrl.server.vllm import VLLMServer, seconds_to_start
 from ttrl.weights.policy_server import MODEL_NAME, make_server, served_dtype
 
 logger = logging.getLogger(__name__)
@@ -51,8 +53,22 @@ _PAUSE_SECONDS = 30.0
 class Replica:
     """Run one vLLM server at an address of its machine."""
 
-    def __init__(self, config: TrainConfig, model: Path, log: Path, key: str) -> None:
-        self._server = make_server(config, model, log, adapters=config.gives_adapters)
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Path,
+        log: Path,
+        key: str,
+        *,
+        make: Callable[..., VLLMServer] = make_server,
+        serve: Callable[[VLLMServer], None] = keep_serving,
+        pause: float = _PAUSE_SECONDS,
+    ) -> None:
+        """make, serve: the server, and what keeps it alive. pause: seconds before it is started
+        again.
+        """
+        self._keep_serving, self._pause = serve, pause
+        self._server = make(config, model, log, adapters=config.gives_adapters)
         self._server.host = ray.util.get_node_ip_address()
         self._server.api_key = key
         self._url: str | None = None
@@ -68,12 +84,12 @@ class Replica:
                 self._server.start()
                 self._url = self._server.root_url
                 self._problem = None
-                keep_serving(self._server)
+                self._keep_serving(self._server)
             except Exception as error:
-                logger.exception("the server restarts in %.0f s", _PAUSE_SECONDS)
+                logger.exception("the server restarts in %.0f s", self._pause)
                 self._url, self._problem = None, as_words(error)
             self._server.stop()
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(self._pause)
 
     def state(self) -> tuple[str | None, Words | None]:
         """Return (address, error); neither while it starts."""
@@ -94,8 +110,14 @@ class Link:
     """Find a replica's server and transfer weights to its machine: the lead's side."""
 
     def __init__(
-        self, number: int, actor: Any, start_timeout: float, broadcast: Broadcast | None = None
+        self,
+        number: int,
+        actor: Any,
+        start_timeout: float,
+        broadcast: Broadcast | None = None,
+        cluster: Cluster = RAY,
     ) -> None:
+        self._cluster = cluster
         self.name = f"replica-{number}"
         self._actor = actor
         self._patience = start_timeout
@@ -122,10 +144,10 @@ class Link:
         seconds = _ANSWER_SECONDS if self._asked is None else 0.0
         asked = self._asked = self._asked or self._actor.state.remote()
         try:
-            if not ray.wait([asked], timeout=seconds)[0]:
+            if not self._cluster.wait([asked], timeout=seconds)[0]:
                 return None
             self._asked = None
-            url, words = ray.get(asked)
+            url, words = self._cluster.get(asked)
         except ray.exceptions.ActorUnavailableError:
             return None
         except ray.exceptions.RayError as error:
@@ -150,7 +172,7 @@ class Link:
                     self._tried = sent.name
                     seconds = _STAGE_SECONDS + sent.size / _SLOWEST
                     staged = self._actor.stage.remote(sent, seconds)
-                    places.insert(0, ray.get(staged, timeout=2 * seconds))
+                    places.insert(0, self._cluster.get(staged, timeout=2 * seconds))
             except (OSError, ray.exceptions.RayError) as error:
                 logger.warning(
                     "%s reads %s itself: %s", server.base_url, checkpoint, last_line(error)

@@ -18,7 +18,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ttrl.cluster.ray_connection import (
     ASK_SECONDS,
+    RAY,
     START_SECONDS,
+    Cluster,
     Words,
     as_words,
     begin_actor,
@@ -101,10 +103,16 @@ class ClusterTrainer(TrainerProcess):
     """
 
     def __init__(
-        self, config: TrainConfig, path: Path, log: Path, variables: Mapping[str, str]
+        self,
+        config: TrainConfig,
+        path: Path,
+        log: Path,
+        variables: Mapping[str, str],
+        cluster: Cluster = RAY,
     ) -> None:
         super().__init__(["torchrun", "--nnodes", str(config.nnodes)], log, path / PROGRESS_FILE)
         self._config, self._path, self._log, self._variables = config, path, log, dict(variables)
+        self._cluster = cluster
         self._nodes: list[Any] = []
         self._group: Any = None
         self._look_at = 0.0
@@ -133,7 +141,7 @@ class ClusterTrainer(TrainerProcess):
                 takes = {f"num_{kind.lower()}s": config.processes_here}
                 options = {"num_cpus": 0, **takes, "scheduling_strategy": place}
                 self._nodes.append(begin_actor(TrainerNode, options))
-            ray.wait(
+            self._cluster.wait(
                 [node.__ray_ready__.remote() for node in self._nodes],
                 num_returns=count,
                 timeout=START_SECONDS,
@@ -185,11 +193,11 @@ class ClusterTrainer(TrainerProcess):
         """End all parts and release the machines."""
         nodes = self._nodes
         self._nodes = []
-        ray.wait(
-            [node.stop.remote() for node in nodes], num_returns=len(nodes), timeout=_STOP_SECONDS
-        ) if nodes else None
+        if nodes:
+            stops = [node.stop.remote() for node in nodes]
+            self._cluster.wait(stops, num_returns=len(stops), timeout=_STOP_SECONDS)
         for node in nodes:
-            ray.kill(node)
+            self._cluster.kill(node)
         group = self._group
         self._group = None
         if group is not None:
@@ -198,7 +206,7 @@ class ClusterTrainer(TrainerProcess):
 
     def _ask(self, number: int, method: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return ray.get(method(*arguments), timeout=ASK_SECONDS)
+            return self._cluster.get(method(*arguments), timeout=ASK_SECONDS)
         except ray.exceptions.RayError as error:
             if isinstance(error, TimeoutError):
                 what = f"has not answered for {ASK_SECONDS:.0f} s"

@@ -56,9 +56,9 @@ class ObjectiveConfig(Config):
     kl_coefficient: float = 0.0
     """Weight of KL(policy ‖ reference); 0: none, and no reference model is needed."""
     reference_model: str | None = None
-    """Folder of the frozen reference; needed if kl_coefficient is above 0, and for token_rewards
-    "implicit", unless the pack holds its log-probabilities (kl_estimator "full" needs it all the
-    same). Not with adapters: their base is the reference.
+    """Folder of the frozen reference; needed if kl_coefficient is above 0, unless the pack holds
+    its log-probabilities. kl_estimator "full" and token_rewards "implicit" need it all the same.
+    Not with adapters: their base is the reference.
     """
     kl_estimator: Literal["k1", "k2", "k3", "full"] = "k3"
     """How KL is estimated; values and gradients are in `ttrl.training.objective.divergences`. full:
@@ -99,11 +99,15 @@ class ObjectiveConfig(Config):
     """The floor of off_policy "mask"; in [0, 1]."""
 
     token_rewards: Literal["none", "implicit"] = "none"
-    """implicit: advantages of single tokens from implicit_beta·(log π - log π_reference) as process
-    rewards (PRIME).
+    """implicit: advantages of single tokens from implicit_beta·(log π_φ - log π_reference) as
+    process rewards, with a reward model φ that learns the samples' outcomes while the run goes on
+    (PRIME). φ begins as the reference. With `lora_rank` it is another adapter, else another whole
+    model, with an optimizer state of its own.
     """
-    implicit_beta: float = 0.005
+    implicit_beta: float = 0.05
     """Factor of the implicit rewards; see `token_rewards`."""
+    implicit_lr: float | None = None
+    """Learning rate of the reward model; None: the policy's."""
 
     value_head: bool = False
     """Train a value head on the hidden states; advantages come from it (GAE) and from the graders'
@@ -219,6 +223,11 @@ class ObjectiveConfig(Config):
                 "tokens: choose 'k1', 'k2' or 'k3'"
             )
         if self.token_rewards == "implicit":
+            if not self.has_reference:
+                found.append(
+                    "token_rewards is 'implicit', but reference_model is missing; name the model "
+                    "from which the reward model begins"
+                )
             if self.kl_coefficient > 0 and self.kl_in == "reward":
                 found.append(
                     "token_rewards is 'implicit' with kl_in 'reward': one rewards log π - log "
@@ -232,7 +241,7 @@ class ObjectiveConfig(Config):
         return found
 
     def _other_problems(self) -> list[str]:
-        found = self.at_least(0, "entropy_coefficient", "value_lr") + self.at_least(
+        found = self.at_least(0, "entropy_coefficient", "implicit_lr", "value_lr") + self.at_least(
             1, "entropy_until_step"
         )
         found += self.within("[0, 1]", "gamma", "lam") + self.above_zero("value_coefficient")
@@ -285,7 +294,10 @@ class ObjectiveConfig(Config):
                 self.off_policy == "mask",
                 f"with off_policy {self.off_policy!r}",
             ),
-            ("implicit_beta",): (self.token_rewards == "implicit", "with token_rewards 'none'"),
+            ("implicit_beta", "implicit_lr"): (
+                self.token_rewards == "implicit",
+                "with token_rewards 'none'",
+            ),
             ("gamma",): (
                 self.rewards_tokens,
                 "without kl_in 'reward', token_rewards or value_head, the sources of token rewards",

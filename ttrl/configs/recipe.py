@@ -106,10 +106,11 @@ class TrainingConfig(Config):
 
     # Optimizer
 
-    optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "rmsprop", "sgd"] = "adamw"
     """"adamw_8bit" keeps both moments in 8 bits (arXiv 2110.02861, torchao's), a quarter of the
-    memory; on CPU it needs a C++ compiler. "sgd" has no state: W ← W - lr·g, for tests and
-    measurements.
+    memory; on CPU it needs a C++ compiler. "rmsprop" divides the gradient by the root of its mean
+    square, and "sgd" takes it as it is: W ← W - lr·g. Both are PyTorch's. They need learning rates
+    of their own, and without `momentum` half of AdamW's state, and none.
     """
     optimizer_on_cpu: bool = False
     """Keep AdamW's state and take its step on the CPU; gradients are copied there during the
@@ -133,11 +134,14 @@ class TrainingConfig(Config):
     beta1: float = 0.9
     """AdamW: decay per step of the mean of gradients; in [0, 1)."""
     beta2: float = 0.95
-    """AdamW: decay per step of the mean of squared gradients; in [0, 1)."""
+    """AdamW, RMSprop: decay per step of the mean of squared gradients; in [0, 1)."""
     eps: float = 1e-8
-    """AdamW: added to the root of this mean before the division."""
+    """AdamW, RMSprop: added to the root of that mean before it divides the step."""
+    momentum: float = 0.0
+    """SGD, RMSprop: share of the last step's direction in the next one's; in [0, 1)."""
     weight_decay: float = 0.0
     """AdamW: each step also takes lr·weight_decay of each matrix from it; not of norms and biases.
+    SGD and RMSprop add weight_decay·W to the gradient.
     """
     max_grad_norm: float | None = 1.0
     """The largest global norm of gradients; larger ones are clipped. None: no clipping."""
@@ -286,7 +290,12 @@ class TrainingConfig(Config):
         found += self.at_least(
             1, "row_length_multiple", "checkpoint_every", "tensor_parallel", "context"
         )
-        found += self.within("[0, 1)", "beta1", "beta2") + self.above_zero("eps")
+        found += self.within("[0, 1)", "beta1", "beta2", "momentum") + self.above_zero("eps")
+        if self.momentum and self.optimizer not in ("sgd", "rmsprop"):
+            found.append(
+                f"momentum is {self.momentum}, which does nothing with optimizer "
+                f"{self.optimizer!r}; AdamW's is beta1"
+            )
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             found.append(
                 f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or null for no "
@@ -501,6 +510,13 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     (`ttrl.instruments.gradient_noise`). Not with tensor_parallel, optimizer_in_backward and
     optimizer_on_cpu.
     """
+    entropy_every: int | None = None
+    """Before one optimizer step in this many, predict its effect on the entropy of whole answers:
+    δH₁ = η⟨∇H, v⟩, measured on a quarter of the step's tasks for the update by the others
+    (`ttrl.instruments.online_entropy`). None: never. A measurement costs about half of a step, and
+    room for two more gradients. For one process; not with optimizer_in_backward, optimizer_on_cpu
+    and lora_dropout.
+    """
     follow: str | None = None
     """Folder for the configs of iterations, one after the other (`ttrl.system.request_folder`).
     This config then sets up the process, and names the probable model and state of the first
@@ -559,6 +575,11 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
         """Return further mistakes, as `TrainingConfig.problems_here`."""
         found = super().problems_here(device, processes, shape)
+        if self.entropy_every is not None and processes > 1:
+            found.append(
+                f"entropy_every is for one process, and there are {processes}; leave it out, and "
+                "study checkpoints (`ttrl study`)"
+            )
         if self.router_replay and not has_experts(shape):
             found.append(
                 "router_replay is for mixtures of experts, but the model's config.json has no "
@@ -569,10 +590,11 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     def problems(self) -> list[str]:
         """Return the mistakes in the values, one line each."""
         found = super().problems()
-        found += self.at_least(1, "iteration", "updates_per_iteration", "lr_rows") + self.at_least(
-            0, "sampler_rows"
-        )
-        found += self.above_zero("temperature", "drift_tolerance")
+        found += self.at_least(
+            1, "iteration", "updates_per_iteration", "lr_rows", "entropy_every"
+        ) + self.at_least(0, "sampler_rows")
+        found += self._entropy_problems()
+        found += self.above_zero("temperature", "drift_tolerance") + self._reward_model_problems()
         if (self.sampler_model is None) != (self.sampler_version is None):
             found.append(
                 "sampler_model and sampler_version go together: the folder of a policy and its "
@@ -590,6 +612,39 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
                 "set updates_per_iteration to 2 or more"
             )
         return found
+
+    def _reward_model_problems(self) -> list[str]:
+        """Return the switches that exclude a reward model."""
+        if self.token_rewards != "implicit":
+            return []
+        why = {
+            "optimizer_in_backward": "would step the policy with the reward model's gradients",
+            "optimizer_on_cpu": "copies gradients for one optimizer, and the reward model has its "
+            "own; use cpu_offload",
+            "lora_dropout": "would make the rewards random: they come from the pass that trains "
+            "the reward model",
+        }
+        return [
+            f"token_rewards 'implicit' with {name} {getattr(self, name)}, which {reason}"
+            for name, reason in why.items()
+            if getattr(self, name)
+        ]
+
+    def _entropy_problems(self) -> list[str]:
+        if self.entropy_every is None:
+            return []
+        others: dict[str, object] = {
+            "tensor_parallel": self.tensor_parallel > 1,
+            "optimizer_in_backward": self.optimizer_in_backward,
+            "optimizer_on_cpu": self.optimizer_on_cpu,
+            "lora_dropout": self.lora_dropout,
+        }
+        return [
+            f"entropy_every with {name}; a step's effect on the entropy is not measured there: "
+            "leave entropy_every out, and study checkpoints (`ttrl study`)"
+            for name, is_set in others.items()
+            if is_set
+        ]
 
 
 @settings
@@ -609,6 +664,11 @@ class SFTConfig(TrainingConfig):
     state: str | None = None
     """Folder of the optimizer state to continue from, with the next conversations after its steps;
     None starts from zero.
+    """
+    held_out: str | None = None
+    """Further conversations, in a file like `data`, never trained on. The last line of train.jsonl
+    has the mean -log π of their trained tokens under the trained weights (`held_out_loss`), and the
+    FLOPs for it (`held_out_flops`), which no other figure includes.
     """
     save_state: bool = False
     """Also write output_dir/state, for another run to continue from."""

@@ -90,6 +90,11 @@ class TrainConfig(Config):
 
     tasks_per_iteration: int = 32
     """Tasks sampled in an iteration. Their order is shuffled, and reshuffled every epoch."""
+    overfit: int | None = None
+    """Train on the first N tasks only, levels aside, and validate on these same tasks: a model that
+    does not learn them shows a fault in settings or rewards. An iteration has at most N tasks.
+    None: train on all tasks, and validate on the held-out ones.
+    """
     samples_per_task: int = 16
     """Completions of each task. They form a group, and their rewards are compared. At least 2."""
     max_tokens: int = 1024
@@ -115,7 +120,8 @@ class TrainConfig(Config):
     """End unlikely completions, such as babble, by the model's own probabilities: {"alpha": 0.992,
     "threshold": -3.0}, see `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all end by
     themselves. Completions ended early are graded and trained on as they are. Completions are
-    streamed, each in its own request, at several times the client's CPU time.
+    streamed, each in its own request, at several times the client's CPU time. With
+    `tokens_per_iteration`, the mean of a continued completion goes on from its earlier tokens.
     """
     off_policy_steps: Literal[0, 1] = 0
     """1: while the trainer works on an iteration, the servers sample the next one with the weights
@@ -412,6 +418,7 @@ class TrainConfig(Config):
             "samples_per_task",
             "max_tokens",
             "tokens_per_iteration",
+            "overfit",
         )
         found += self.at_least(
             1, "max_staleness", "validation_samples", "seq_len", "nproc_per_node", "num_threads"
@@ -467,11 +474,6 @@ class TrainConfig(Config):
                 "with a budget; set both, or none"
             )
         if self.early_stop is not None:
-            if self.tokens_per_iteration is not None:
-                found.append(
-                    "early_stop is set with tokens_per_iteration, but completions with a budget "
-                    "are not streamed; leave one out"
-                )
             unknown = self.early_stop.keys() - {"alpha", "threshold"}
             found += [
                 f"early_stop: unknown key {name!r}; choose from 'alpha' and 'threshold'"

@@ -45,7 +45,13 @@ from ttrl.costs.parameters import (
     trained_parameters,
     undivided_parameters,
 )
-from ttrl.costs.storage import BYTES, PACKED_POSITION_BYTES, STATE_BYTES, model_bytes, state_bytes
+from ttrl.costs.storage import (
+    BYTES,
+    PACKED_POSITION_BYTES,
+    model_bytes,
+    state_bytes,
+    state_bytes_each,
+)
 
 Device = Literal["cpu", "cuda"]
 Parts = dict[str, float]
@@ -256,11 +262,13 @@ class _Training:
             grpo = settings
         else:
             grpo = None
+        self.grpo = grpo
         if grpo:
             self.updates = grpo.updates_per_iteration
         else:
             self.updates = 1
         self.needs_reference = grpo is not None and grpo.needs_reference
+        self.has_reward_model = grpo is not None and grpo.token_rewards == "implicit"
         self.full_divergence = (
             grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_estimator == "full"
         )
@@ -337,6 +345,11 @@ class _Training:
             | self._reference_parts(),
             "saving": self._saving(),
         }
+        if self.grpo is not None and self.grpo.entropy_every is not None:
+            # That of the step waits while one of the entropy joins the present one.
+            moments["gradient"] = moments["gradient"] | {
+                "gradients of the entropy": 2 * self.trainable * _FP32
+            }
         if self.needs_reference or self.updates > 1:
             moments["prepass"] = self._prepass()
         return MemoryEstimate({name: self._finished(parts) for name, parts in moments.items()})
@@ -348,18 +361,19 @@ class _Training:
         if not self.on_device:
             return {}
         parts = {"parameters": self.parameters}
+        if self.has_reward_model:
+            each = _FP32 + moments * state_bytes_each(self.settings)
+            parts["reward model"] = self.trainable * each
         if gradients:
             parts["gradients"] = self.trainable * _FP32
         if moments and not (self.settings.optimizer_on_cpu and self.cuda):
-            parts["optimizer state"] = self.trainable * STATE_BYTES[self.settings.optimizer]
+            parts["optimizer state"] = self.trainable * state_bytes_each(self.settings)
         return parts
 
     def _loading(self) -> Parts:
         continued = self.workload.continued
         state = (
-            self.trainable * STATE_BYTES[self.settings.optimizer]
-            if continued and not self.cuda
-            else 0.0
+            self.trainable * state_bytes_each(self.settings) if continued and not self.cuda else 0.0
         )
         return self._held(moments=continued) | {"mapped files": max(state, self.mapped)}
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ttrl.configs import TrainingConfig
+from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.costs.parameters import (
     DecoderParameters,
     adapter_parameters,
@@ -13,16 +13,26 @@ from ttrl.costs.parameters import (
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number, by dtype."""
-STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 * (1 + 4 / 256), "sgd": 0.0}
-"""Bytes of an optimizer's state for each trained parameter. 8-bit moments have a scale for every
-256 of them."""
+_STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 * (1 + 4 / 256), "rmsprop": 4.0, "sgd": 0.0}
 PACKED_POSITION_BYTES = 65
 """Bytes of a position in the packed tensors, all of them together."""
 
 
+def state_bytes_each(config: TrainingConfig) -> float:
+    """Return the bytes of the optimizer's state for each trained parameter. 8-bit moments have a
+    scale for every 256 of them.
+    """
+    if config.momentum:
+        return _STATE_BYTES[config.optimizer] + 4.0
+    return _STATE_BYTES[config.optimizer]
+
+
 def state_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:
-    """Return the bytes of the optimizer's state on disk."""
-    return trained_parameters(decoder, config) * STATE_BYTES[config.optimizer]
+    """Return the bytes of the optimizer's state on disk, and of the reward model there."""
+    each = state_bytes_each(config)
+    if isinstance(config, GRPOConfig) and config.token_rewards == "implicit":
+        each += BYTES["fp32"] + state_bytes_each(config)
+    return trained_parameters(decoder, config) * each
 
 
 def model_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:

@@ -14,11 +14,12 @@ width, V vocabulary.
 
 import argparse
 import hashlib
+import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_
 from ttrl.records import TokenizedResult
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.kernels.attention import attend, attention_plan, dense_attend
-from ttrl.training.kernels.logprobs import run_head
+from ttrl.training.kernels.logprobs import HeadOutput, run_head
 from ttrl.training.optimizer.optimizer import clip_and_step, make_optimizer
 from ttrl.training.optimizer.state import state_tensors
 from ttrl.training.parallel.distributed import Ranks
@@ -79,19 +80,20 @@ def certify(device: torch.device) -> Iterator[Case]:
     """Try everything, one case after the other."""
     with tempfile.TemporaryDirectory(prefix="ttrl-certificate-") as folder:
         model = make_tiny_model(Path(folder, "model"))
-        for part, case, trial in [
-            *_attention(device),
-            *_heads(device),
-            *_steps(device, model),
-            *_parking(device, model),
-        ]:
-            began = time.perf_counter()
-            try:
-                passed, found = trial()
-            except Exception as error:  # noqa: BLE001 - a failed case, which the certificate is there to show
-                passed = False
-                found = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-            yield Case(part, case, passed, found, round(time.perf_counter() - began, 3))
+        parts = (_attention(device), _heads(device), _steps(device, model), _parking(device, model))
+        yield from tried(itertools.chain(*parts))
+
+
+def tried(trials: Iterable[Trial]) -> Iterator[Case]:
+    """Try one case after the other; an exception fails its case."""
+    for part, case, trial in trials:
+        began = time.perf_counter()
+        try:
+            passed, found = trial()
+        except Exception as error:  # noqa: BLE001 - a failed case, which the certificate is there to show
+            passed = False
+            found = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        yield Case(part, case, passed, found, round(time.perf_counter() - began, 3))
 
 
 def ragged_rows(seq_len: int, vocabulary: int, seed: int = 0) -> PackedTensors:
@@ -178,6 +180,7 @@ def _try_attention(
     T: int,
     window: int | None = None,
     soft_cap: float | None = None,
+    attend: Callable[..., Tensor] = attend,
 ) -> tuple[bool, str]:
     rows = ragged_rows(T, 100)
     generator = torch.Generator().manual_seed(E)
@@ -223,7 +226,9 @@ def _heads(device: torch.device) -> Iterator[Trial]:
         yield "head", f"hidden states in {str(dtype)[6:]}", partial(_try_head, device, dtype)
 
 
-def _try_head(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+def _try_head(
+    device: torch.device, dtype: torch.dtype, run_head: Callable[..., HeadOutput] = run_head
+) -> tuple[bool, str]:
     N, D, V = (300, 64, 4001) if device.type == "cpu" else (3000, 1024, 50_001)
     generator = torch.Generator().manual_seed(0)
     h_ND = torch.randn(N, D, generator=generator).to(dtype).to(device)
@@ -252,15 +257,29 @@ def _try_head(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     )
 
 
-def _steps(device: torch.device, model: Path) -> Iterator[Trial]:
+def _backward(policy: Policy, device: torch.device, seed: int) -> None:
+    rows = ragged_rows(384, policy.decoder.tok_embeddings.num_embeddings, seed)
+    names = ("tokens", "labels", "group_ids", "parent_ids", "input_pos")
+    inputs = [getattr(rows, name).to(device) for name in names]
+    count = int((rows.labels >= 0).sum())
+    loss = policy(*inputs, HeadOptions(token_loss=lambda logprobs, _: -logprobs / count)).loss
+    assert loss is not None
+    loss.backward()
+
+
+Backward = Callable[[Policy, torch.device, int], None]
+"""Adds a gradient, given policy, device and seed."""
+
+
+def _steps(device: torch.device, model: Path, backward: Backward = _backward) -> Iterator[Trial]:
     """Test a small model's optimizer steps in each setting, against plain fp32 steps on the CPU."""
     truth: dict[str, dict[str, Tensor]] = {}
 
     def try_steps(optimizer: str, limit: float, settings: dict[str, object]) -> tuple[bool, str]:
         kind = "sgd" if optimizer == "sgd" else "adamw"
         if kind not in truth:
-            truth[kind] = _stepped(model, torch.device("cpu"), kind, {})
-        found = _stepped(model, device, optimizer, settings)
+            truth[kind] = _stepped(model, torch.device("cpu"), kind, {}, backward)
+        found = _stepped(model, device, optimizer, settings, backward)
         off, whole = (
             sum(float(x.double().square().sum()) for x in each)
             for each in _differences(found, truth[kind])
@@ -313,7 +332,11 @@ def _left_out() -> tuple[None, str]:
 
 
 def _stepped(
-    model: Path, device: torch.device, optimizer: str, settings: dict[str, object]
+    model: Path,
+    device: torch.device,
+    optimizer: str,
+    settings: dict[str, object],
+    backward: Backward,
 ) -> dict[str, Tensor]:
     """Return each weight's change on the CPU after one step of SGD, or two of AdamW."""
     # A large eps: signs of nearly zero gradients are noise, and would be the step.
@@ -330,21 +353,11 @@ def _stepped(
     before = {name: p.detach().cpu().clone() for name, p in policy.parameters_by_name().items()}
     stepper = make_optimizer(policy, config)
     for step in range(1 if optimizer == "sgd" else 2):
-        _backward(policy, device, seed=step)
+        backward(policy, device, step)
         clip_and_step(policy, stepper, config, step)
     return {
         name: p.detach().cpu() - before[name] for name, p in policy.parameters_by_name().items()
     }
-
-
-def _backward(policy: Policy, device: torch.device, seed: int) -> None:
-    rows = ragged_rows(384, policy.decoder.tok_embeddings.num_embeddings, seed)
-    names = ("tokens", "labels", "group_ids", "parent_ids", "input_pos")
-    inputs = [getattr(rows, name).to(device) for name in names]
-    count = int((rows.labels >= 0).sum())
-    loss = policy(*inputs, HeadOptions(token_loss=lambda logprobs, _: -logprobs / count)).loss
-    assert loss is not None
-    loss.backward()
 
 
 def _differences(
@@ -402,12 +415,14 @@ def _try_parking(device: torch.device, model: Path) -> tuple[bool | None, str]:
     )
 
 
-def _try_holding_out(device: torch.device) -> tuple[bool | None, str]:
+def _try_holding_out(
+    device: torch.device, make: Callable[[Ranks], WeightMemory] = WeightMemory
+) -> tuple[bool | None, str]:
     tensors = {
         "matrix": torch.randn(2**13, 2**13, device=device),
         "vector": torch.randn(999, device=device),
     }
-    memory = WeightMemory(Ranks(rank=0, world_size=1, device=device))
+    memory = make(Ranks(rank=0, world_size=1, device=device))
     seconds = []
     for _ in range(2):  # the second time, the memory is there
         _wait(device)

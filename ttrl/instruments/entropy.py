@@ -64,16 +64,25 @@ def by_sequence(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor]:
     ), mask_ST
 
 
-def entropy_estimates(logprobs_ST: Tensor, entropies_ST: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the plain and the Rao-Blackwellised estimate of each sequence [S], in nats; both
-    arguments are 0 behind the end.
+def entropy_estimates(
+    logprobs_ST: Tensor, entropies_ST: Tensor, start_logprobs_ST: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the plain and the Rao-Blackwellised terms of each token [S, T], in nats; their sums
+    over tokens are the estimates. All arguments are 0 behind the end. start_logprobs: under the
+    sampling policy; None: this policy itself sampled. Otherwise tokens have importance weights.
     """
-    return -logprobs_ST.sum(dim=1), entropies_ST.sum(dim=1)
+    if start_logprobs_ST is None:
+        return -logprobs_ST, entropies_ST
+    ratio_ST = logprobs_ST - start_logprobs_ST
+    through_ST = torch.cumsum(ratio_ST, dim=1)
+    plain_ST = -torch.exp(through_ST) * logprobs_ST
+    return plain_ST, torch.exp(through_ST - ratio_ST) * entropies_ST
 
 
 def entropy_by_position(entropies_ST: Tensor, times_S: Tensor) -> list[float]:
     """Return E[H_k] for each place k [T], in nats, with 0 for sequences already ended; their sum is
-    the Rao-Blackwellised estimate. times: number of draws of each sequence.
+    the Rao-Blackwellised estimate. entropies: the terms of `entropy_estimates`. times: number of
+    draws of each sequence.
     """
     weights_S = times_S.double() / times_S.sum()
     return [float(value) for value in weights_S @ entropies_ST.detach().double()]

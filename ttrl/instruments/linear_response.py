@@ -1,14 +1,8 @@
-"""Compute an optimizer step's effect from its update vector: AdamW's vector by hand, and a
-quantity's response along it.
+"""Measure a quantity's response along an optimizer's update vector v
+(`ttrl.instruments.update_rules`).
 
-AdamW takes θ ← θ + η·v with
-
-    v = -(m̂ / (√v̂ + ε) + λθ),   m̂ = m/(1 - β₁ᵗ),  v̂ = s/(1 - β₂ᵗ),
-    m ← β₁m + (1 - β₁)g,  s ← β₂s + (1 - β₂)g²,
-
-so a quantity H moves by δH = η⟨∇H, v⟩ + ½η²·vᵀ∇²H v + O(η³). v is linear in m and θ for given √v̂,
-so δH₁ = η⟨∇H, v⟩ is a sum over the sources of v: this step's gradient, (1 - β₁)g in m; those of
-earlier steps, β₁m; and weight decay.
+A step θ ← θ + η·v moves a quantity H by δH = η⟨∇H, v⟩ + ½η²·vᵀ∇²H v + O(η³). The first order is
+linear in v, so it is a sum over the parts of v.
 
 **Linear regime.** For large η the second order takes over; for small η, rounding does: in fp32 few
 parameters move by more than their last bits, and the difference of two nearly equal sums is lost.
@@ -19,78 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 Vector = dict[str, Tensor]
 """A direction in the space of parameters, by their names."""
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """Hold the numbers of a step. `step` counts from 1, this step included."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-
-
-@dataclass(frozen=True)
-class Update:
-    """Hold AdamW's vector v, as the sum of its parts."""
-
-    current: Vector
-    """From this step's gradient."""
-    earlier: Vector
-    """From the earlier momentum."""
-    decay: Vector
-    """From weight decay."""
-
-    def whole(self) -> Vector:
-        """Return v."""
-        return {
-            name: self.current[name] + self.earlier[name] + self.decay[name]
-            for name in self.current
-        }
-
-    def parts(self) -> dict[str, Vector]:
-        return {"current": self.current, "earlier": self.earlier, "decay": self.decay}
-
-
-@torch.no_grad()
-def adamw_update(
-    parameters: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor],
-    moments: Mapping[str, Tensor],
-    settings: AdamW,
-    dtype: torch.dtype = torch.float64,
-) -> Update:
-    """Compute AdamW's vector in float64, for a result of `dtype`; it takes three times the model's
-    size. moments: "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first.
-    gradients: as the optimizer sees them, clipped. Only matrices have weight decay.
-    """
-    first = 1 - settings.beta1**settings.step
-    second = 1 - settings.beta2**settings.step
-    current = {}
-    earlier = {}
-    decay = {}
-    for name, gradient in gradients.items():
-        g, m, s = (
-            tensor.double()
-            for tensor in (gradient, moments[f"{name}.exp_avg"], moments[f"{name}.exp_avg_sq"])
-        )
-        s = settings.beta2 * s + (1 - settings.beta2) * g.square()
-        divisor = (s / second).sqrt() + settings.eps
-        current[name] = (-(1 - settings.beta1) * g / first / divisor).to(dtype)
-        earlier[name] = (-settings.beta1 * m / first / divisor).to(dtype)
-        if parameters[name].ndim >= 2:
-            rate = settings.weight_decay
-        else:
-            rate = 0.0
-        decay[name] = (-rate * parameters[name].double()).to(dtype)
-    return Update(current, earlier, decay)
 
 
 def inner(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

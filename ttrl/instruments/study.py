@@ -1,11 +1,10 @@
-"""Study one optimizer step of a run: AdamW's vector, and its effect on the entropy of whole
+"""Study one optimizer step of a run: the optimizer's vector, and its effect on the entropy of whole
 answers.
 
 The folder of an iteration holds the start of its training: grpo.yaml names model, state and pack.
 The study reports
 
-    step      AdamW's vector by hand against the true step of the optimizer, and against the
-              checkpoint
+    step      the optimizer's vector by hand against its true step, and against the checkpoint
     entropy   of the answers, by both estimates
     response  H(θ + ηv) over a sweep of η, by importance weights on the same answers, against
               δH₁ = η⟨∇H, v⟩ and the second order
@@ -33,45 +32,51 @@ its own, fp32 or fp64, for all of the above. Three things stay in the run's dtyp
 the studied one, the distance to the run's checkpoint, and `mismatch`, a measure of the run's own
 precision.
 
-For one process; only adapters if the run trains adapters. Never run on a GPU.
+For one process, after runs of any number (`ttrl.instruments.study_config`); only adapters if the
+run trains adapters. Never run on a GPU.
 """
 
 import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
-from ttrl.data.packing.packed import normaliser
-from ttrl.errors import ConfigError, RunFolderError, UnmovedStepError
-from ttrl.instruments.entropy import effective_size
-from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
-from ttrl.instruments.fisher import Projection, entropy_change, fisher_kernel, token_gradients
+from ttrl.errors import UnmovedStepError
+from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
+from ttrl.instruments.held_out import HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
-    AdamW,
     Response,
-    Update,
     Vector,
-    adamw_update,
     agreement,
     inner,
     linear_regime,
     moved,
 )
+from ttrl.instruments.momentum import Age, ages
+from ttrl.instruments.precision import precision_of, prove_device, prove_model
+from ttrl.instruments.precision_sweep import batches_by_dtype, precision_sweep
+from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts
+from ttrl.instruments.study_config import StudyDevice, study_config
 from ttrl.instruments.tokens import covariance_outliers, mismatch
+from ttrl.instruments.update_rules import Update, moment_rounding, rule_of
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
 from ttrl.training.objective.objective import objective_from
-from ttrl.training.optimizer.optimizer import OptimizerInBackward, learning_rate
+from ttrl.training.optimizer.optimizer import (
+    OptimizerInBackward,
+    learning_rate,
+    make_optimizer,
+)
+from ttrl.training.optimizer.reward_model import RewardModel
 from ttrl.training.optimizer.state import state_tensors
 from ttrl.training.parallel.distributed import Ranks, derived_generator, ranks
 from ttrl.training.parallel.gradients import clip_gradients
@@ -83,18 +88,11 @@ from ttrl.training.prepass import Prepass
 from ttrl.training.resident import Trained, load_trained
 from ttrl.training.step import GradientStep, StepResult
 from ttrl.training.timing import Stopwatch
-from ttrl.training.train_log import TrainProgress
 
 StudyDtype = Literal["fp32", "fp64"]
 _DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-PROJECTED = 4096
-"""Numbers in a token's projected gradient, if …"""
-MOST_WHOLE = 10**8
-"""… tokens times parameters are more than this."""
-SEQUENCES = 32
-"""Answers in the kernel between sequences."""
 FACTORS = (-4.0, -1.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """The sweep, in multiples of the learning rate."""
 
@@ -105,70 +103,58 @@ def study(
     sequences: int = 256,
     factors: Sequence[float] = FACTORS,
     dtype: StudyDtype = "fp32",
-    device: Literal["cpu", "cuda"] | None = None,
+    device: StudyDevice | None = None,
     seed: int = 0,
     kernel: int = 0,
+    matrices: bool = True,
     update: int = 1,
+    held_out: HeldOut | None = None,
+    precision: bool = False,
 ) -> dict[str, Any]:
     """Study an optimizer step of the iteration that made `checkpoint`: number `update`, from 1.
 
-    sequences: of the entropy batch. dtype: in fp32, small steps are lost in rounding. device: None
-    takes the run's. kernel: tokens of the Fisher kernel.
+    sequences: of the entropy batch, if it is drawn from the pack. dtype: in fp32, small steps are
+    lost in rounding. device: None takes the run's. kernel: answers of the entropy batch in the
+    Fisher kernel; matrices: also of all pairs with the update's. held_out: the entropy batch's own
+    tasks; None: the pack's. precision: repeat the sweep in bf16, fp32 and fp64, for a study in
+    fp64.
 
-    Returns the content of study.json. Raises RunFolderError if a file from the iteration's start is
-    gone, ConfigError for an optimizer other than plain AdamW and for a missing device,
-    UnmovedStepError for a step without movement.
+    Returns the content of study.json, and with `kernel` "matrices", tensors by name. Raises
+    RunFolderError if a file from the iteration's start is gone, ConfigError for a missing device
+    and for float64 without a proof, UnmovedStepError for a step without movement.
     """
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
-        config = _config_of(Path(checkpoint), scratch, device)
-        with ranks(config) as here:
-            found = _Study(config, here, seed, dtype, update - 1)
-            return found.run(Path(checkpoint), sequences, factors, kernel)
+        config = study_config(Path(checkpoint), scratch, device, update - 1)
+        if dtype == "fp64" and config.device == "cuda":
+            prove_device(torch.device("cuda"))
+        answers = None if held_out is None else held_out.stored(config.iteration)
+        while True:
+            # Servers sample while no policy is in memory here.
+            if held_out is not None and answers is None:
+                answers = held_out.draw(config)
+            with ranks(config) as here:
+                found = _Study(config, here, seed, dtype, update - 1, answers)
+                if found.answers_fit:
+                    asked = Asked(sequences, held_out, factors, kernel, matrices, precision)
+                    return found.run(Path(checkpoint), asked)
+            answers = None
+            del found
 
 
-def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | None) -> GRPOConfig:
-    path = checkpoint.parent / "grpo.yaml"
-    if not path.is_file():
-        raise RunFolderError(
-            f"no checkpoint {path}; give that of a trained iteration, such as "
-            "runs/NAME/iterations/0007/checkpoint"
-        )
-    values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    config = GRPOConfig.parse(values, str(path))
-    for name in ("model", "packed", "state"):
-        value = getattr(config, name)
-        if value is not None and not Path(value).exists():
-            raise RunFolderError(
-                f"{name} of {path} is gone: {value}; a run keeps the states of its last two "
-                "iterations and keep_checkpoints checkpoints. Study one of those, and start in "
-                "the run's working directory"
-            )
-    problems = []
-    plain = config.optimizer == "adamw" and config.tensor_parallel == 1
-    if not plain or config.optimizer_in_backward or config.optimizer_on_cpu:
-        only = "only plain AdamW in one process can be studied"
-        problems.append(f"{only} (optimizer, tensor_parallel)")
-    if (device or config.device) == "cuda" and not torch.cuda.is_available():
-        if device is None:
-            whose = "that of the run"
-        else:
-            whose = "--device"
-        what = f"the device is 'cuda' ({whose}), and PyTorch sees no GPU here"
-        problems.append(f"{what}; --device cpu studies the run on the CPU")
-    if problems:
-        raise ConfigError(str(path), problems)
-    own: dict[str, Any] = {"output_dir": scratch, "sampler_rows": 0, "follow": None}
-    own |= {"cpu_offload": False, "compile": False}  # neither changes the results
-    if device is not None and device != config.device:
-        own |= {"device": device, "num_threads": None}
-    if own.get("device") == "cpu":
-        own["activation_offloading"] = False
-    return dataclasses.replace(config, **own)
+class Asked(NamedTuple):
+    """Hold the arguments of `study` about its measurements."""
+
+    sequences: int
+    held_out: HeldOut | None
+    factors: Sequence[float]
+    kernel: int
+    matrices: bool
+    precision: bool
 
 
 class _Study:
     """Hold the policy before the step, its optimizer's state, and the pack. number: of the step in
-    its iteration, from 0.
+    its iteration, from 0. answers: of the held-out set, if there is one.
     """
 
     def __init__(
@@ -178,13 +164,16 @@ class _Study:
         seed: int,
         dtype: StudyDtype,
         number: int,
+        answers: StoredAnswers | None = None,
     ) -> None:
+        self.answers = answers
+        self.answers_fit = True
         self.config = config
         self.here = here
         self.seed = seed
         self.dtype = _DTYPES[dtype]
         self.packed = PackedTensors.load(config.packed)
-        self.trained: Trained = load_trained(config, here)
+        self.trained: Trained = load_trained(self._loaded_as(number), here)
         self.policy = self.trained.policy
         check_pack(self.packed, self.policy, config.model)
         self.packed = replayed(self.packed, self.policy, config)
@@ -194,6 +183,9 @@ class _Study:
         """The iteration's start: the sampling policy."""
         seed_of = (config.seed, config.iteration)
         model = self.policy.decoder.config
+        if answers is not None and not answers.fit(self.policy, config, here):
+            self.answers_fit = False
+            return
         self.steps = updates(self.packed, config.updates_per_iteration, seed_of, here, model)
         self.number = number
         self.step = self.steps[number]
@@ -201,8 +193,12 @@ class _Study:
         values = self.trained.values
         self.head = None if values is None else values.head
         self.first_step = self.trained.stepper.global_step
-        self._pass_before(self.head)
+        self._pass_before(self.head, self.trained.rewards)
+        self.momenta: list[Vector] = []
+        """Between the iteration's earlier steps."""
         for earlier in range(number):
+            if earlier:
+                self.momenta.append(self._momentum())
             self.prepass.choose(earlier)
             self._take(self.steps[earlier])
         self.start = self._copies() if number else self.origin
@@ -211,11 +207,38 @@ class _Study:
         self.moments = {
             name: tensor.clone() for name, tensor in state_tensors(self.policy, self._optimizer)
         }
-        self.taken = max(int(self.moments[f"{name}.step"]) for name in self.names)
+        if number and config.optimizer == "adamw_8bit":
+            self._leave_8_bits()
+        counts = [int(v) for name, v in self.moments.items() if name.endswith(".step")]
+        taken = max(counts, default=self.trained.stepper.global_step)
+        self.rule = rule_of(config, taken)
         self.scale = self._scale(self.step)
         self.eta = learning_rate(config, self.trained.stepper.global_step) * self.scale
         if not self.eta:
             raise self._unmoved("its learning rate is 0 (lr, lr_schedule, warmup_steps)")
+
+    def _loaded_as(self, number: int) -> GRPOConfig:
+        """Return the config to load by. Without earlier steps to repeat, moments of 8 bits are read
+        out of their codes, as their own step does.
+        """
+        if self.config.optimizer == "adamw_8bit" and not number:
+            return dataclasses.replace(self.config, optimizer="adamw")
+        return self.config
+
+    def _leave_8_bits(self) -> None:
+        """Continue with AdamW, from the same moments: its step is that of 8 bits, but for the
+        rounding of the new moments.
+        """
+        config = dataclasses.replace(self.config, optimizer="adamw")
+        optimizer = make_optimizer(self.policy, config)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        for name, p in self.names.items():
+            optimizer_state = {
+                part: self.moments[f"{name}.{part}"].clone() for part in ("exp_avg", "exp_avg_sq")
+            }
+            count = self.moments[f"{name}.step"].reshape(()).to(p.device, copy=True)
+            optimizer.state[p] = optimizer_state | {"step": count}
+        self.trained.stepper.optimizer = optimizer
 
     def _unmoved(self, why: str) -> UnmovedStepError:
         which = f"update {self.number + 1} of iteration {self.config.iteration}"
@@ -227,13 +250,15 @@ class _Study:
         held_in = {p.dtype for p in self.policy.parameters()}
         return self.policy.compute_dtype == self.dtype and held_in == {self.dtype}
 
-    def _pass_before(self, head: ValueHead | None) -> None:
+    def _pass_before(
+        self, head: ValueHead | None = None, rewards: RewardModel | None = None
+    ) -> None:
         """Make the passes before the iteration's first step, with the current policy. Without a
-        head, values stay as last measured.
+        head or reward model, values and log-probabilities stay as last measured.
         """
         config = self.config
         inputs = (self.policy, self.packed, self.steps, self.objective, config, self.here)
-        self.prepass = Prepass(*inputs, self.first_step, head)
+        self.prepass = Prepass(*inputs, self.first_step, head, rewards)
         self.prepass.run()
 
     def _widen(self) -> None:
@@ -242,12 +267,12 @@ class _Study:
         if self.head is not None:
             self.head.to(self.dtype)
         for state in self._optimizer.state.values():
-            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:  # there is none at first
+            for name in state.keys() & set(self.rule.moments):  # there is none at first
                 state[name] = state[name].to(self.dtype)
         self.origin = {name: tensor.to(self.dtype) for name, tensor in self.origin.items()}
         self.start = {name: tensor.to(self.dtype) for name, tensor in self.start.items()}
         self._put(self.origin)
-        self._pass_before(None)  # earlier steps have moved the head
+        self._pass_before()  # earlier steps have moved the head, and the reward model
         self._put(self.start)
         self.prepass.choose(self.number)
 
@@ -263,9 +288,8 @@ class _Study:
         config = self.config
         here = self.here
         watch = Stopwatch(here.device)
-        progress = TrainProgress(0, here)
         gradient = GradientStep(
-            self.policy, config, here, watch, progress, self.head, self.prepass.reference_head
+            self.policy, config, here, watch, None, self.head, self.prepass.reference_head
         )
         return gradient.accumulate(step, self.objective.at(self.trained.stepper.global_step))
 
@@ -283,9 +307,7 @@ class _Study:
         assert not isinstance(optimizer, OptimizerInBackward)
         return optimizer
 
-    def run(
-        self, checkpoint: Path, sequences: int, factors: Sequence[float], kernel: int
-    ) -> dict[str, Any]:
+    def run(self, checkpoint: Path, asked: Asked) -> dict[str, Any]:
         found: dict[str, Any] = {
             "checkpoint": str(checkpoint),
             "global_step": self.trained.stepper.global_step + 1,
@@ -300,7 +322,8 @@ class _Study:
         own = self._own_logprobs()
         gradients = None
         distance = None
-        if self.number + 1 == len(self.steps) and self.config.lora_rank is None:
+        is_last = self.number + 1 == len(self.steps)
+        if is_last and self.config.lora_rank is None and checkpoint.is_dir():
             gradients = self._gradients(self.step)
             distance = self._distance(checkpoint)
         exact = None
@@ -308,17 +331,32 @@ class _Study:
             self._widen()
             exact = self._logprobs()
             gradients = None
+        if self.dtype == torch.float64:
+            prove_model(self.policy, self.step, self.config, self.start)
+        found["precision"] = precision_of(
+            _NAMES[self.dtype],
+            self.config.dtype,
+            self.here.device,
+            kernel=bool(asked.kernel),
+            distance=distance is not None,
+        ).to_json()
 
-        whole = self._update(self.step, gradients).whole()
+        update = self._update(self.step, gradients)
+        pushed = self._pushed(update)
+        whole = update.whole()
         del gradients
         found["step"] = self._step(whole)
         if distance is not None:
             found["step"]["checkpoint_distance"] = distance
-        entropy_half, update_half = halves(self.step.rows, derived_generator(self.seed, "study"))
-        half = self._update(self._part(update_half))
-        found["half_cosine"] = agreement(half.whole(), whole).cosine
-        del whole  # of the model's size
         rows = self.step.rows
+        studied = self.step
+        if self.answers is None:
+            entropy_half, update_half = halves(rows, derived_generator(self.seed, "study"))
+            studied = part_of(self.step, update_half)
+            update = self._update(studied)
+            pushed = self._pushed(update)
+            found["half_cosine"] = agreement(update.whole(), whole).cosine
+        del whole  # of the model's size
         logprobs = as_run if exact is None else exact
         decode = decoder_of(self.config.model)
         found["covariance"] = covariance_outliers(rows, logprobs, decode)
@@ -327,10 +365,47 @@ class _Study:
         for layer in adapted(self.policy).values():
             layer.dropout = 0.0  # the rest is about the sampling policy …
             layer.constant_lengths = False  # … and its derivatives
-        if kernel:
-            found["kernel"] = self._kernel(kernel)
+        self._put(self.origin)
+        if self.answers is None:
+            batch = self._drawn(entropy_half, asked.sequences)
+            found["entropy_batch"] = {"tasks": None}
+        else:
+            assert asked.held_out is not None
+            batch = self._held_out(self.answers, asked.held_out)
+            found["entropy_batch"] = self.answers.facts.to_json()
+        once = dict.fromkeys(range(len(studied.rows.samples)), 1)
+        made_of = EntropyBatch(self.policy, studied.rows, once, self.config, self.here)
+        self._put(self.start)
+        weights = batch.logprobs(self.start) - batch.start_logprobs
+        found["entropy_batch"]["effective_size"] = batch.effective_size(weights)
+        slope = batch.gradient(self.start)
+        found |= self._response(batch, update, slope, asked.factors)
+        if asked.precision:
+            batches = batches_by_dtype(self.config, self.here, self.origin, batch)
+            sweep = precision_sweep(batches, self.start, update.whole(), found, self.eta)
+            found["precision_sweep"] = sweep.to_json()
+        found["ages"] = [vars(one) for one in self._ages(slope, update)]
+        answers = Answers(
+            own=made_of,
+            batch=batch,
+            force=lambda place: self._force(studied, made_of.numbers[place]),
+            parameters={name: self.names[name] for name in update.current},
+            seed=self.seed,
+        )
+        if not asked.kernel:
+            return found | answers.effects(slope, pushed).to_json()
+        kinds: dict[str, Vector | None] = {}
+        if asked.matrices:
+            kinds = {"sgd": None, self.rule.name: pushed.preconditioner}
+        effects, kernels = answers.kernels(slope, pushed, asked.kernel, kinds)
+        end = moved(self.start, update.whole(), self.eta)
+        changes = batch.logprobs(end) - batch.logprobs(self.start)
+        return found | effects.to_json() | kernel_facts(kernels, effects, changes, self.eta)
+
+    def _drawn(self, entropy_half: Sequence[int], sequences: int) -> EntropyBatch:
+        """Return answers drawn from the half and from the iteration's later steps."""
         later = [one for step in self.steps[self.number + 1 :] for one in step.rows.samples]
-        measured = [*later, *(rows.samples[place] for place in entropy_half)]
+        measured = [*later, *(self.step.rows.samples[place] for place in entropy_half)]
         unseen = {(one.task_id, one.sample) for one in measured}
         among = [
             place
@@ -338,52 +413,94 @@ class _Study:
             if (one.task_id, one.sample) in unseen
         ]
         times = draw(self.packed, among, sequences, derived_generator(self.seed, "draw"))
-        self._put(self.origin)
-        batch = EntropyBatch(self.policy, self.packed, times, self.config, self.here)
-        return found | self._response(batch, half, factors)
+        return EntropyBatch(self.policy, self.packed, times, self.config, self.here)
+
+    def _held_out(self, answers: StoredAnswers, held_out: HeldOut) -> EntropyBatch:
+        """Return the batch of sampled answers. The first time, store their log-probabilities; they
+        are used as stored, so the next study finds the same.
+        """
+        if not answers.facts.recorded:
+            batch = answers.batch(self.policy, self.config, self.here)
+            self.answers = answers = held_out.settle(answers, batch.label_logprobs())
+        return answers.batch(self.policy, self.config, self.here)
+
+    def _pushed(self, update: Update) -> Pushed:
+        """Describe the vector, with the parameters' clipped gradient it was made of."""
+        gradient = {name: p.grad for name, p in self.names.items() if p.grad is not None}
+        scale = self.rule.preconditioner(self.start, gradient, self.moments, self.dtype)
+        for tensor in scale.values():
+            tensor *= self.clipped
+        others = {"earlier": update.earlier, "decay": update.decay}
+        return Pushed(update.current, others, scale)
+
+    def _force(self, step: Step, sample: int) -> Vector:
+        """Return the gradient of one answer's part of the objective, not clipped."""
+        self.policy.zero_grad()
+        self._accumulate(alone(step, sample))
+        found = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.neg_()
+            for name, p in self.names.items()
+        }
+        self.policy.zero_grad()
+        return found
+
+    def _momentum(self) -> Vector:
+        """Return a copy of the optimizer's momentum."""
+        ends = f".{self.rule.momentum}"
+        return {
+            name.removesuffix(ends): tensor.clone()
+            for name, tensor in state_tensors(self.policy, self._optimizer)
+            if name.endswith(ends)
+        }
+
+    def _ages(self, slope: Vector, update: Update) -> list[Age]:
+        """Split the earlier steps' part of ⟨∇H, v⟩ by their age; none for a first step, and for an
+        optimizer without momentum.
+        """
+        taken = self.rule.step - 1
+        if not taken or not self.rule.memory:
+            return []
+        now = {name: self.moments[f"{name}.{self.rule.momentum}"] for name in update.earlier}
+        weights = {}
+        for name, momentum in now.items():
+            ratio = torch.where(momentum == 0, 0.0, update.earlier[name] / momentum)
+            weights[name] = ratio * slope[name]
+        momenta = [now, *reversed(self.momenta)]
+        part = str(self.rule.momentum)
+        return ages(weights, momenta, part, self.config.state, taken, self.rule.memory)
 
     @torch.no_grad()
     def _put(self, parameters: Vector) -> None:
         for name, p in self.names.items():
             p.copy_(parameters[name])
 
-    def _part(self, samples: Sequence[int]) -> Step:
-        """Return the step with only these samples, by their numbers in its rows' table."""
-        rows = only(self.step.rows, samples)
-        had, has = (one.labels != IGNORE_LABEL for one in (self.step.rows, rows))
-        hidden = [
-            states[has[row][had[row]]] for row, states in enumerate(self.step.reference_hidden)
-        ]
-        return dataclasses.replace(
-            self.step, rows=rows, normaliser=normaliser(rows), reference_hidden=hidden
-        )
-
     def _update(self, step: Step, gradients: Vector | None = None) -> Update:
-        """Return AdamW's vector, as the recipe takes it; parameters keep the clipped gradient. Give
-        `gradients` if they are known and still there.
+        """Return the optimizer's vector, as the recipe takes it; parameters keep the clipped
+        gradient. Give `gradients` if they are known and still there.
         """
         if gradients is None:
             gradients = self._gradients(step)
-        config = self.config
-        betas = (config.beta1, config.beta2)
-        settings = AdamW(*betas, config.eps, config.weight_decay, self.taken + 1)
-        return adamw_update(self.start, gradients, self.moments, settings, self.dtype)
+        return self.rule.update(self.start, gradients, self.moments, self.dtype)
 
     def _gradients(self, step: Step) -> Vector:
         """Return copies of the clipped gradient; it stays with the parameters."""
         self.policy.zero_grad()
         self._accumulate(step)
-        clip_gradients(self.policy.parameters(), self.config.max_grad_norm)
+        limit = self.config.max_grad_norm
+        norm = clip_gradients(self.policy.parameters(), limit)
+        # As `torch.nn.utils.clip_grad_norm_` has it.
+        self.clipped = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         return {name: p.grad.clone() for name, p in self.names.items() if p.grad is not None}
 
     @contextlib.contextmanager
     def _stepped(self) -> Iterator[None]:
         """Take the optimizer's own step with the present gradient, and take it back."""
+        had_state = any(self._optimizer.state.values())
         self.trained.stepper.begin(self.scale)
         self._optimizer.step()
         yield
         self._put(self.start)
-        if not self.taken:
+        if not had_state:
             self._optimizer.state.clear()
             return
         for name, p in self.names.items():
@@ -401,15 +518,21 @@ class _Study:
     def _true_step(self) -> Vector:
         found = self._moved_by(self.start)
         if not any(bool(moved.any()) for moved in found.values()):
-            raise self._unmoved("its gradient and AdamW's moments are 0")
+            raise self._unmoved("its gradient and the optimizer's moments are 0")
         return found
 
     @torch.no_grad()
-    def _step(self, vector: Vector) -> dict[str, Any]:
+    def _step(self, vector: Vector) -> Mapping[str, Any]:
         """Compare the vector with the optimizer's own step."""
         with self._stepped():
             true = self._true_step()
-        return vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
+        found = vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
+        if self.config.optimizer == "adamw_8bit":
+            gradient = {name: p.grad for name, p in self.names.items() if p.grad is not None}
+            found["moment_rounding"] = moment_rounding(
+                self.rule, self.start, gradient, self.moments
+            )
+        return found
 
     def _distance(self, checkpoint: Path) -> float:
         """Return the distance from the checkpoint to the end of the step with the present gradient,
@@ -447,99 +570,11 @@ class _Study:
         self._put(self.start)  # the restored weights may be the iteration's start
         return found
 
-    def _kernel(self, count: int) -> dict[str, Any]:
-        """Return the kernel's findings on the entropy of the step's first `count` tokens, for SGD
-        and, once there are moments, with AdamW's preconditioner; and the last of these as cosines,
-        by "sequence" of each token. "sequences": cosines of whole answers, with the "task" of each.
-        """
-        kinds: dict[str, Vector | None] = {"sgd": None}
-        if self.taken:
-            correction = 1 - self.config.beta2**self.taken
-            eps = self.config.eps
-            kinds["adamw"] = {
-                n: 1 / ((self.moments[f"{n}.exp_avg_sq"] / correction).sqrt() + eps)
-                for n in self.names
-            }
-        size = sum(p.numel() for p in self.names.values())
-        if count * size > MOST_WHOLE:
-            projection = Projection(self.names, PROJECTED, self.seed)
-        else:
-            projection = None
-        alone = dataclasses.replace(self.config, rows_per_microbatch=1)
-        gradients: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-        seen: list[Tensor] = []
-        for batch in self.step.microbatches(alone, self.here.device):
-            out = self.policy(
-                *policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts")
-            )
-            chosen = out.logprobs[: count - sum(map(len, seen))]
-            for kind, scale in kinds.items():
-                gradients[kind].append(
-                    token_gradients(chosen, self.names, projection=projection, preconditioner=scale)
-                )
-            own = batch["trained"][: len(chosen)]
-            keys = batch["sample_keys"][batch["sample_ids"].flatten()[own], 1]
-            force = (batch["advantages"] * batch["weights"]).flatten()[own] / self.step.normaliser
-            seen.append(
-                torch.stack([keys.double(), chosen.detach().double(), force.double()], dim=1)
-            )
-            if sum(map(len, seen)) >= count:
-                break
-        keys_N, logprobs_N, force_N = torch.cat(seen).T
-        _, sequence_N = torch.unique(keys_N, return_inverse=True)
-        found: dict[str, Any] = {
-            "tokens": len(keys_N),
-            "sequence": sequence_N.tolist(),
-            "projected": projection is not None,
-        }
-        for kind, parts in gradients.items():
-            kernel = fisher_kernel(torch.cat(parts))
-            change = entropy_change(kernel, logprobs_N, force_N)
-            found[kind] = {"own": change.own, "others": change.others, "whole": change.whole}
-            found["cosines"] = _cosines(torch.cat(parts))
-        return found | {"sequences": self._between_sequences(list(kinds.values())[-1])}
-
-    def _between_sequences(self, preconditioner: Vector | None) -> dict[str, Any]:
-        """Return cosines of the gradients of the first answers' log-probabilities, and the number
-        of each one's task.
-        """
-        size = sum(p.numel() for p in self.names.values())
-        if SEQUENCES * size > MOST_WHOLE:
-            projection = Projection(self.names, PROJECTED, self.seed)
-        else:
-            projection = None
-        gradients: list[Tensor] = []
-        tasks: list[Tensor] = []
-        for batch in self.step.microbatches(
-            dataclasses.replace(self.config, rows_per_microbatch=1), self.here.device
-        ):
-            out = self.policy(
-                *policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts")
-            )
-            owners = batch["sample_ids"].flatten()[batch["trained"]]
-            there = torch.unique(owners)[: SEQUENCES - sum(map(len, tasks))]
-            sums = out.logprobs.new_zeros(len(batch["sample_keys"])).index_add(
-                0, owners, out.logprobs
-            )[there]
-            gradients.append(
-                token_gradients(
-                    sums, self.names, projection=projection, preconditioner=preconditioner
-                )
-            )
-            tasks.append(batch["sample_keys"][there, 0])
-            if sum(map(len, tasks)) >= SEQUENCES:
-                break
-        return {
-            "cosines": _cosines(torch.cat(gradients)),
-            "task": torch.unique(torch.cat(tasks), return_inverse=True)[1].tolist(),
-        }
-
     def _response(
-        self, batch: EntropyBatch, update: Update, factors: Sequence[float]
-    ) -> dict[str, Any]:
+        self, batch: EntropyBatch, update: Update, gradient: Vector, factors: Sequence[float]
+    ) -> Mapping[str, Any]:
         vector = update.whole()
         eta = self.eta
-        gradient = batch.gradient(self.start)
         slope = inner(vector, gradient)
         # Less would be lost in rounding.
         small = eta * (0.01 if self.policy.compute_dtype == torch.float64 else 1.0)
@@ -561,7 +596,7 @@ class _Study:
                     change.value,
                     change.error,
                     *orders,
-                    effective_size(log_w.repeat_interleave(batch.times)),
+                    batch.effective_size(log_w),
                 )
             )
         # Here: weighed, of the second kind.
@@ -579,13 +614,6 @@ class _Study:
             "sweep": [vars(one) for one in sweep],
             "linear_regime": linear_regime(sweep),
         }
-
-
-def _cosines(gradients: Tensor) -> list[list[float]]:
-    kernel = fisher_kernel(gradients)
-    norms = kernel.diagonal().sqrt()
-    found: list[list[float]] = (kernel / norms[:, None] / norms[None]).nan_to_num().float().tolist()
-    return found
 
 
 def decoder_of(model: str) -> Callable[[list[int]], str]:

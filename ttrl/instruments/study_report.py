@@ -1,5 +1,5 @@
 """Report the findings of a study (`ttrl.instruments.study`), as text for a terminal, as study.json
-and as pictures.
+and as pictures (`ttrl.instruments.study_pictures`).
 """
 
 import itertools
@@ -9,10 +9,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from safetensors.torch import save_file
+from torch import Tensor
 
+from ttrl.facts import read_facts
+from ttrl.instruments.precision import Precision, precision_text
+from ttrl.instruments.precision_sweep import PrecisionSweep, draw_precision, sweep_text
+from ttrl.instruments.study_pictures import (
+    age_text,
+    draw_kernel,
+    draw_logprobs,
+    draw_position,
+    draw_response,
+    draw_split,
+    draw_tokens,
+    fit_text,
+)
 from ttrl.instruments.tokens import outliers_text
-from ttrl.system.files import write_json
+from ttrl.system.files import atomic_file, write_json
 
 _WIDTH = 100
 
@@ -26,18 +40,19 @@ def study_text(found: Mapping[str, Any]) -> str:
     lines = [
         *textwrap.wrap(headline(found), _WIDTH),
         "",
-        how_computed(found),
-        f"Step {found['global_step']}, lr {found['lr']:.3g}: AdamW's vector by hand against the "
+        *textwrap.wrap(how_computed(found), _WIDTH),
+        f"Step {found['global_step']}, lr {found['lr']:.3g}: the vector by hand against the "
         "true step: cosine "
         f"{step['cosine']:.7f}, norm {step['norm_ratio']:.6f} of its {step['norm']:.4g}",
         f"Entropy of an answer: {entropy['rao_blackwell']['value']:.4f} ± "
         f"{entropy['rao_blackwell']['error']:.4f} nats "
         f"(plain: {entropy['plain']['value']:.4f} ± {entropy['plain']['error']:.4f}), "
-        f"{found['sequences']} answers",
+        f"{found['sequences']} {batch_text(found['entropy_batch'])}",
         _where_entropy_is(entropy["by_position"]),
         f"⟨∇H, v⟩ = {found['slope']:.4g}: "
         + ", ".join(f"{name} {value:.4g}" for name, value in parts.items()),
         f"vᵀ∇²H v = {found['curvature']:.4g}",
+        *_split_lines(split_row(found)),
         "",
         f"{'η / lr':>8} {'measured δH':>24} {'first order':>12} {'with second':>12} {'ESS':>6}",
     ]
@@ -69,18 +84,109 @@ def study_text(found: Mapping[str, Any]) -> str:
             share = ""
         sizes = f"mean |Δ| {part['mean']:.2g}, rms {part['rms']:.2g} nats"
         lines.append(f"{trainer} − sampler, {name}: {sizes}{share}")
-    kernel = found.get("kernel")
-    if kernel:
-        for kind in ("sgd", "adamw"):
-            if kind in kernel:
-                one = kernel[kind]
-                count = kernel["tokens"]
-                lines.append(
-                    f"Fisher kernel of {count} tokens ({kind}): δH/η {one['whole']:.4g} = "
-                    f"{one['own']:.4g} from tokens "
-                    f"themselves + {one['others']:.4g} from others"
-                )
+    if "kernel" in found:
+        lines += _kernel_lines(found["kernel"])
+    sweep = found.get("precision_sweep")
+    if sweep:
+        lines += ["", sweep_text(read_facts(PrecisionSweep, sweep))]
+    rounding = found["step"].get("moment_rounding")
+    if rounding:
+        sizes = ", ".join(f"{name} {share:.2%}" for name, share in rounding.items())
+        lines.append(
+            f"The run's optimizer then rounds its moments to 8 bits: {sizes} of their size"
+        )
     return "\n".join(lines)
+
+
+def batch_text(batch: Mapping[str, Any]) -> str:
+    """Describe the entropy batch: "answers to the run's held-out tasks, …"."""
+    share = f"{batch['effective_size']:.0%} effective"
+    if batch["tasks"] is None:
+        return f"answers of the pack, {share}"
+    text = f"answers to {batch['tasks']}, sampled before iteration {batch['iteration']}, {share}"
+    if batch.get("mismatch") is not None:
+        text += f"; mean |trainer − server| {batch['mismatch']:.2g} nats per token"
+    return text
+
+
+def split_row(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the sources of δH₁ at the run's own learning rate, in nats, with the measurement (None
+    if the sweep has none there).
+    """
+    lr = found["lr"]
+    own: Mapping[str, Any] = next(
+        (one for one in found["sweep"] if math.isclose(one["eta"], lr)), {}
+    )
+    counts = {"prompts": found["one_batch"]["prompts"]}
+    return {
+        "global_step": found["global_step"],
+        "first": lr * found["slope"],
+        "measured": own.get("measured"),
+        "error": own.get("error"),
+        "same_prompt": lr * found["current"]["same_prompt"],
+        "other_prompts": lr * found["current"]["other_prompts"],
+        "earlier": lr * found["parts"]["earlier"],
+        "decay": lr * found["parts"]["decay"],
+        "ages": [one | {"value": lr * one["value"]} for one in found["ages"]],
+        "one_batch": {name: lr * value for name, value in found["one_batch"].items()} | counts,
+        "batch": found["entropy_batch"]["tasks"] or "other answers of the pack",
+    }
+
+
+def _split_lines(row: Mapping[str, Any]) -> list[str]:
+    """Describe the sources of δH₁."""
+    current = row["same_prompt"] + row["other_prompts"]
+    one = row["one_batch"]
+    lines = [
+        f"δH₁ = {row['first']:.4g} at the learning rate; this step's gradient gives "
+        f"{current:.4g}: {row['same_prompt']:.4g} from answers to the same prompts, "
+        f"{row['other_prompts']:.4g} from others",
+    ]
+    if row["ages"]:
+        ages = ", ".join(
+            f"{age_text(age)} {age['value']:.3g}" for age in row["ages"][:_AGES_IN_TEXT]
+        )
+        lines.append(f"Earlier gradients give {row['earlier']:.4g}, by steps ago: {ages}")
+    lines.append(
+        f"On its own {one['prompts']} prompts: {one['naive']:.4g} = {one['own']:.4g} of answers on "
+        f"themselves + {one['same_prompt']:.4g} on others to the same prompt + "
+        f"{one['other_prompts']:.4g} on other prompts"
+    )
+    if math.isfinite(one["unbiased"]):
+        lines.append(
+            f"The U-statistic of these is {one['unbiased']:.4g}: measuring on its own answers is "
+            f"off by {one['bias']:+.4g}"
+        )
+    return lines
+
+
+_AGES_IN_TEXT = 6
+
+
+def _kernel_lines(kernel: Mapping[str, Any]) -> list[str]:
+    """Describe the Fisher kernel."""
+    if kernel["sums"] is None:
+        how = "exact"
+    else:
+        how = f"projected to {kernel['sums']:,} numbers"
+    lines = [
+        f"Fisher kernel of {kernel['answers']} answers of the entropy batch and "
+        f"{kernel['update_answers']} of the update, {how}",
+        f"δ log π of these, measured against η Σ g·v: {fit_text(kernel['fit'])}",
+    ]
+    for name, kind in kernel["kinds"].items():
+        parts = [f"{name}: K·A against the measurement: {fit_text(kind['fit'])}"]
+        for label, key in (
+            ("same prompt", "same_prompt_cosine"),
+            ("other prompts", "other_prompts_cosine"),
+            ("entropy batch", "entropy_cosine"),
+        ):
+            if kind[key] is not None:
+                parts.append(f"mean cosine, {label}: {kind[key]:.3f}")
+        if kind["projection_error"] is not None:
+            parts.append(f"projection error {kind['projection_error']:.2f} of its bound")
+        lines.append("; ".join(parts))
+    return lines
 
 
 def headline(found: Mapping[str, Any]) -> str:
@@ -94,9 +200,11 @@ def headline(found: Mapping[str, Any]) -> str:
     if own is None:
         return text + "The sweep has no step of the run's own learning rate (--factors 1)."
     kind = change_text(own["measured"], own["error"])
-    text += (
-        f"With half of the step's answers, it {kind}: {own['measured']:+.3g} ± {own['error']:.2g}"
-    )
+    if found.get("entropy_batch", {}).get("tasks") is None:
+        made_of = "With half of the step's answers, it"
+    else:
+        made_of = "It"
+    text += f"{made_of} {kind}: {own['measured']:+.3g} ± {own['error']:.2g}"
     if entropy:
         text += f" ({100 * own['measured'] / entropy:+.2g}%)"
     text += (
@@ -126,14 +234,17 @@ CHANGES = ("fell", "rose", "did not change beyond the noise")
 _MEANINGS = {
     "fell": "Answers become more alike; at 0, all are the same and nothing is left to learn.",
     "rose": "Answers become more varied.",
-    "did not change beyond the noise": "More answers (--sequences) would show a smaller change.",
+    "did not change beyond the noise": "More answers (--entropy-samples) would show less.",
 }
 
 
 def how_computed(found: Mapping[str, Any]) -> str:
     """Describe a study's dtype and device."""
     device = {"cpu": "the CPU", "cuda": "a GPU"}[found["device"]]
-    return f"Computed in {found['dtype']} on {device}; the run trained in {found['run_dtype']}."
+    text = f"Computed in {found['dtype']} on {device}; the run trained in {found['run_dtype']}."
+    if "precision" in found:
+        return f"{text} {precision_text(read_facts(Precision, found['precision']))}"
+    return text
 
 
 def _where_entropy_is(by_position: Sequence[float]) -> str:
@@ -145,137 +256,44 @@ def _where_entropy_is(by_position: Sequence[float]) -> str:
 def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write study.json and the pictures into a folder. Raises StorageError."""
     folder.mkdir(parents=True, exist_ok=True)
+    told = {name: value for name, value in found.items() if name != "matrices"}
     path = folder / "study.json"
-    picture = folder / "study.png"
-    write_json(path, _known(found))
-    draw_response(found, picture)
-    pictures = [picture, draw_position(found["entropy"]["by_position"], folder / "position.png")]
+    write_json(path, known(told))
+    pictures = [folder / "study.png"]
+    draw_response(found, pictures[0])
+    pictures.append(draw_position(found["entropy"]["by_position"], folder / "position.png"))
     pictures.append(draw_tokens(found, folder / "tokens.png"))
-    return [
-        path,
-        *pictures,
-        *([draw_kernel(found["kernel"], folder / "kernel.png")] if "kernel" in found else []),
+    if "precision_sweep" in found:
+        sweep = read_facts(PrecisionSweep, found["precision_sweep"])
+        pictures.append(draw_precision(sweep, folder / "precision.png"))
+    pictures.append(draw_split([split_row(found)], folder / "split.png"))
+    if "kernel" not in found:
+        return [path, *pictures]
+    kernel = found["kernel"]
+    matrices: dict[str, Tensor] = found["matrices"]
+    with atomic_file(folder / "kernel.safetensors") as temporary:
+        save_file(matrices, temporary)
+    name = list(kernel["kinds"])[-1]
+    pictures += [
+        draw_kernel(
+            matrices[f"{name}.cosines"],
+            kernel["answers"],
+            found["current"]["tasks"],
+            folder / "kernel.png",
+        ),
+        draw_logprobs(
+            kernel["predicted"], kernel["measured"], kernel["fit"], folder / "logprobs.png"
+        ),
     ]
+    return [path, *pictures, folder / "kernel.safetensors"]
 
 
-def _known(value: Any) -> Any:
+def known(value: Any) -> Any:
     """Return a value for JSON: errors of a single group, without a number, become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _known(item) for key, item in value.items()}
+        return {str(key): known(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_known(item) for item in value]
+        return [known(item) for item in value]
     return value
-
-
-def draw_response(found: Mapping[str, Any], path: Path) -> None:
-    """Draw the measurements and the orders' predictions, over η in learning rates."""
-    sweep = sorted(found["sweep"], key=lambda one: one["eta"])
-    x = [one["eta"] / found["lr"] for one in sweep]
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    above.errorbar(
-        x,
-        [one["measured"] for one in sweep],
-        [one["error"] for one in sweep],
-        fmt="o",
-        label="measured",
-    )
-    above.plot(x, [one["first"] for one in sweep], label="first order")
-    above.plot(x, [one["first"] + one["second"] for one in sweep], "--", label="with second order")
-    above.set(
-        ylabel="change of entropy, nats", title=f"step {found['global_step']}: H(θ + ηv) − H(θ)"
-    )
-    below.plot(x, [one["effective_size"] for one in sweep], "o-")
-    below.set(xlabel="η in learning rates", ylabel="effective\nsample size", ylim=(0, 1.05))
-    for axes in (above, below):
-        axes.set_xscale("symlog", linthresh=0.25)
-    regime = found["linear_regime"]
-    if regime:
-        above.axvspan(
-            regime[0] / found["lr"],
-            regime[1] / found["lr"],
-            alpha=0.1,
-            label="first order within 10%",
-        )
-    above.legend()
-    figure.savefig(path, dpi=150)
-
-
-def draw_position(by_position: Sequence[float], path: Path) -> Path:
-    """Draw the entropy by position in the answer. Returns the path."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    places = range(1, len(by_position) + 1)
-    axes.step(places, by_position, where="mid", label="E[H_k], 0 behind the end")
-    axes.set(
-        xlabel="token k of the answer", ylabel="nats", title="entropy of whole answers by position"
-    )
-    whole = axes.twinx()
-    whole.plot(places, list(itertools.accumulate(by_position)), "--", color="grey")
-    whole.set(ylabel="their sum up to k (dashed)", ylim=(0, None))
-    axes.set_ylim(bottom=0)
-    figure.savefig(path, dpi=150)
-    return path
-
-
-def draw_kernel(found: Mapping[str, Any], path: Path) -> Path:
-    """Draw the kernel's cosines: of tokens, with lines between answers, and of answers, with lines
-    between prompts. Returns the path."""
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    both = figure.subplots(1, 2)
-    answers = found["sequences"]
-    for axes, cosines, owners, what in (
-        (both[0], found["cosines"], found["sequence"], "token"),
-        (both[1], answers["cosines"], answers["task"], "answer"),
-    ):
-        picture = axes.imshow(cosines, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
-        for place in (
-            place for place in range(1, len(owners)) if owners[place] != owners[place - 1]
-        ):
-            axes.axhline(place - 0.5, linewidth=0.4, color="black")
-            axes.axvline(place - 0.5, linewidth=0.4, color="black")
-        axes.set(
-            title=f"cosines of the gradients of {what}s", xlabel=f"{what} t′", ylabel=f"{what} t"
-        )
-    figure.colorbar(picture, ax=both)
-    figure.savefig(path, dpi=150)
-    return path
-
-
-def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
-    """Draw the tokens with the largest effect on the entropy, the differences of trainer and
-    sampler, and the parts of the kernel's δH: effects of tokens on themselves and on each other.
-    Returns the path.
-    """
-    kernel: Mapping[str, Any] = found.get("kernel", {})
-    kinds = [kind for kind in ("sgd", "adamw") if kind in kernel]
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    left, *others = figure.subplots(
-        1, 3 if kinds else 2, width_ratios=(2, 1, 1)[: 3 if kinds else 2]
-    )
-    tokens = found["covariance"]["tokens"][::-1]
-    left.barh(range(len(tokens)), [one["covariance"] for one in tokens])
-    texts = [f"{one['before'][-24:]!a} → {one['text']!a}" for one in tokens]
-    # A model's text may look like mathematics.
-    left.set_yticks(range(len(tokens)), texts, fontsize=7, parse_math=False)
-    left.set(title=f"(log π − mean)·(A − mean); the mean is {found['covariance']['mean']:.3g}")
-    names = list(found["mismatch"])
-    others[0].bar(names, [found["mismatch"][name]["rms"] for name in names])
-    trainer = f"trainer in {found['run_dtype']}"
-    others[0].set(title=f"{trainer} − sampler", ylabel="rms of log π, nats")
-    if kinds:
-        for part, shift in (("own", -0.2), ("others", 0.2)):
-            places = [place + shift for place in range(len(kinds))]
-            others[1].bar(
-                places,
-                [kernel[kind][part] for kind in kinds],
-                0.4,
-                label={"own": "t = t′", "others": "t ≠ t′"}[part],
-            )
-        others[1].set_xticks(range(len(kinds)), kinds)
-        others[1].set(title="δH/η, Fisher kernel")
-        others[1].legend()
-    figure.savefig(path, dpi=150)
-    return path

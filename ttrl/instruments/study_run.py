@@ -1,24 +1,32 @@
 """Study every iteration of a run with its start still present: each step's predicted effect on the
 entropy, and the measured one.
 
-In each iteration every optimizer step is studied: made of half of its answers, and measured on the
-others. To study all of them, a run keeps all its states (`keep_checkpoints`). Never run on a GPU.
+In each iteration every optimizer step is studied, and measured on answers that it was not made of:
+to held-out tasks, or the other half of its own. To study all of them, a run keeps all its states
+(`keep_checkpoints`). Never run on a GPU.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from matplotlib.figure import Figure
-
 from ttrl.errors import RunFolderError, UnmovedStepError, UserError
 from ttrl.facts import MetricsRow, read_facts
+from ttrl.instruments.fisher import fit_of
+from ttrl.instruments.held_out import HeldOut
 from ttrl.instruments.study import StudyDtype, study
-from ttrl.instruments.study_report import CHANGES, change_text, how_computed
+from ttrl.instruments.study_pictures import (
+    draw_logprobs,
+    draw_noise,
+    draw_split,
+    draw_steps,
+    fit_text,
+)
+from ttrl.instruments.study_report import CHANGES, change_text, how_computed, known, split_row
 from ttrl.system.files import read_jsonl, write_json
 from ttrl.text import counted
 
+_HOW = ("device", "dtype", "run_dtype", "precision")
 LINEAR = 0.5
 """A step is in the linear regime if the second order is at most this share of the first, by their
 predictions.
@@ -32,16 +40,23 @@ def study_run(
     dtype: StudyDtype = "fp32",
     device: Literal["cpu", "cuda"] | None = None,
     seed: int = 0,
-    seen: Callable[[dict[str, Any]], None] = lambda row: None,
+    kernel: int = 0,
+    held_out: HeldOut | None = None,
+    output: Path | None = None,
+    seen: Callable[[Mapping[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Study the steps of a run, oldest first; arguments as for `study`. seen: gets each new row.
+    output: a folder; study.json there holds the steps so far, also if the study is stopped.
 
     Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured",
-    "error", "first", "second", "is_linear"), "gone", the iterations with a missing start,
-    "unmoved", those with a step without movement, and the result of `signs`. Raises RunFolderError
+    "error", "first", "second", "is_linear", the sources of the first order as in `split_row`, the
+    "entropy_batch", and with `kernel` the "predicted" and "changed" log-probabilities), "gone", the
+    iterations with a missing start, "unmoved", those with a step without movement, the result of
+    `signs`, and the fits of all steps' predictions, "fit" and "logprob_fit". Raises RunFolderError
     or UnmovedStepError if no step can be studied.
     """
     how: dict[str, Any] = {"sequences": sequences, "dtype": dtype, "device": device, "seed": seed}
+    how |= {"kernel": kernel, "held_out": held_out, "matrices": False}
     steps: list[dict[str, Any]] = []
     gone: list[int] = []
     unmoved: list[int] = []
@@ -68,21 +83,45 @@ def study_run(
                 continue
             update = update + 1
             updates = found["updates"]
-            computed = {name: found[name] for name in ("device", "dtype", "run_dtype")}
+            computed = {name: found[name] for name in _HOW}
             (here,) = found["sweep"]
             row = {"iteration": number, "global_step": found["global_step"], "lr": found["lr"]}
             row |= {
                 "entropy": found["entropy"]["rao_blackwell"],
                 "is_linear": abs(here["second"]) <= LINEAR * abs(here["first"]),
             }
-            steps.append(
-                row | {name: here[name] for name in ("measured", "error", "first", "second")}
-            )
-            seen(steps[-1])
+            row |= {name: here[name] for name in ("measured", "error", "first", "second")}
+            row |= {"entropy_batch": found["entropy_batch"], **split_row(found)}
+            if kernel:
+                row["predicted"] = found["kernel"]["predicted"]
+                row["changed"] = found["kernel"]["measured"]
+            steps.append(row)
+            seen(row)
+            if output is not None:
+                so_far = {"run": str(run), **computed, "gone": gone, "unmoved": unmoved}
+                output.mkdir(parents=True, exist_ok=True)
+                write_json(output / FILE_NAME, known(so_far | summary(steps)))
     if not steps:
         raise why
-    found_out = {"steps": steps, "gone": gone, "unmoved": list(dict.fromkeys(unmoved))}
-    return {"run": str(run), **computed, **found_out, **signs(steps)}
+    unmoved = list(dict.fromkeys(unmoved))
+    return {"run": str(run), **computed, "gone": gone, "unmoved": unmoved, **summary(steps)}
+
+
+FILE_NAME = "study.json"
+
+
+def summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the steps, the fits of their predictions, and the counts of right signs."""
+    pairs = [(one["first"], one["measured"]) for one in steps]
+    found: dict[str, Any] = {"steps": list(steps)}
+    found["fit"] = vars(fit_of(*zip(*pairs, strict=True)))
+    if "predicted" in steps[0]:
+        found["logprob_fit"] = vars(fit_of(_joined(steps, "predicted"), _joined(steps, "changed")))
+    return found | signs(steps)
+
+
+def _joined(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [value for one in steps for value in one[name]]
 
 
 def _iterations(run: Path) -> Iterator[tuple[int, Path]]:
@@ -134,7 +173,18 @@ def last_words(found: Mapping[str, Any]) -> str:
     text = _course(found["steps"]) + "\n" + how_computed(found) + "\n"
     text += f"The first order has the measured sign in {found['right']} of "
     text += f"{len(found['steps'])} steps; in {found['linear_right']} of the {found['linear']} "
-    text += "with a second order of at most half the first."
+    text += "with a second order of at most half the first.\n"
+    text += f"Measured against predicted δH: {fit_text(found['fit'])}."
+    if "logprob_fit" in found:
+        count = found["logprob_fit"]["count"]
+        text += f"\nδ log π of {count} answers after their steps: {fit_text(found['logprob_fit'])}."
+    batches = [one["entropy_batch"] for one in found["steps"]]
+    if batches[0]["tasks"] is not None:
+        sampled = sorted({one["iteration"] for one in batches})
+        least = min(one["effective_size"] for one in batches)
+        text += f"\nThe entropy batch ({batches[0]['tasks']}) was sampled before iterations "
+        text += f"{', '.join(map(str, sampled))}; elsewhere its answers are weighted, and at least "
+        text += f"{least:.0%} of them are effective."
     if found["gone"]:
         which = ", ".join(map(str, found["gone"]))
         text += (
@@ -162,80 +212,18 @@ def _course(steps: Sequence[Mapping[str, Any]]) -> str:
 def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write study.json and the pictures into a folder. Raises StorageError."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "study.json"
-    picture = folder / "steps.png"
-    write_json(path, dict(found))
-    draw_steps(found, picture)
+    path = folder / FILE_NAME
+    write_json(path, known(found))
+    steps = found["steps"]
+    pictures = [folder / "steps.png", draw_split(steps, folder / "split.png")]
+    draw_steps(found, pictures[0])
+    if "logprob_fit" in found:
+        values = _joined(steps, "predicted"), _joined(steps, "changed")
+        pictures.append(draw_logprobs(*values, found["logprob_fit"], folder / "logprobs.png"))
     metrics = Path(found["run"], "metrics.jsonl")
     if metrics.is_file():
         rows = [read_facts(MetricsRow, row) for row in read_jsonl(metrics)]
         noise = [row for row in rows if row.gradient_noise.scale is not None]
-    else:
-        noise = []
-    return [path, picture, *([draw_noise(noise, folder / "noise.png")] if noise else [])]
-
-
-def draw_noise(rows: Sequence[MetricsRow], path: Path) -> Path:
-    """Draw the gradient noise scale with its interval, and the samples' share of the noise. rows:
-    of metrics.jsonl. Returns the path.
-    """
-    x = [row.iteration for row in rows]
-    noise = [row.gradient_noise for row in rows]
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    scales = [_plotted(one.scale) for one in noise]
-    lows = [_plotted(one.scale if one.low is None else one.low) for one in noise]
-    highs = [_plotted(one.high) for one in noise]
-    above.plot(x, scales, label="noise scale")
-    above.fill_between(x, lows, highs, alpha=0.2, label="95% interval")
-    above.plot(x, [_plotted(one.prompts) for one in noise], "--", label="prompts per step")
-    above.set(yscale="log", ylabel="prompts", title="the batch with as much noise as signal")
-    above.legend()
-    below.plot(x, [_plotted(one.from_samples) for one in noise])
-    below.xaxis.get_major_locator().set_params(integer=True)
-    below.set(xlabel="iteration", ylabel="share of the noise\nfrom samples", ylim=(0, 1))
-    figure.savefig(path, dpi=150)
-    return path
-
-
-def _plotted(value: float | None) -> float:
-    """Return matplotlib's value: NaN for a missing one."""
-    if value is None:
-        return math.nan
-    return value
-
-
-def draw_steps(found: Mapping[str, Any], path: Path) -> None:
-    """Draw predicted against measured changes, and the entropy, over optimizer steps."""
-    steps = found["steps"]
-    x = [one["global_step"] for one in steps]
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    above.axhline(0, color="grey", linewidth=0.6)
-    above.errorbar(
-        x,
-        [one["measured"] for one in steps],
-        [one["error"] for one in steps],
-        fmt="o",
-        label="measured",
-    )
-    above.plot(x, [one["first"] for one in steps], "_", markersize=12, label="first order")
-    above.plot(x, [one["first"] + one["second"] for one in steps], "x", label="with second order")
-    seen = [one["measured"] + side * one["error"] for one in steps for side in (-1, 1)] + [
-        one["first"] for one in steps
-    ]
-    # A second order far off would leave none for the rest.
-    room = 0.1 * (max(seen) - min(seen)) or 1.0
-    above.set(
-        ylim=(min(0.0, *seen) - room, max(0.0, *seen) + room),
-        ylabel="change of entropy\nby the step, nats",
-        title="effect of each step on the entropy\n(made of half its answers, measured on others)",
-    )
-    above.legend()
-    entropies = [(one["entropy"]["value"], one["entropy"]["error"]) for one in steps]
-    below.errorbar(
-        x, [value for value, _ in entropies], [error for _, error in entropies], fmt="o-"
-    )
-    below.xaxis.get_major_locator().set_params(integer=True)
-    below.set(xlabel="optimizer step", ylabel="entropy of an\nanswer, nats", ylim=(0, None))
-    figure.savefig(path, dpi=150)
+        if noise:
+            pictures.append(draw_noise(noise, folder / "noise.png"))
+    return [path, *pictures]

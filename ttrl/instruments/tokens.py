@@ -20,7 +20,7 @@ so Cov(part, d)/Var(d) are shares with sum 1.
 Shapes: N tokens of a step, in row-major order of its rows' labels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ CONTEXT = 12
 
 def covariance_outliers(
     rows: PackedTensors, logprobs_N: Tensor, decode: Callable[[list[int]], str], count: int = 20
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     """Return "mean", the covariance of log π and A over the step's tokens; "share", the part of
     Σ|term| in the `count` largest; and "tokens", these with their text, by falling absolute value
     of the term.
@@ -106,9 +106,9 @@ def mismatch(
     return found
 
 
-def outliers_text(found: dict[str, Any], count: int = 8) -> list[str]:
+def outliers_text(found: Mapping[str, Any], count: int = 8) -> list[str]:
     """Return lines about the outliers, for a terminal."""
-    tokens: Sequence[dict[str, Any]] = found["tokens"]
+    tokens: Sequence[Mapping[str, Any]] = found["tokens"]
     lines = [
         f"Cov(log π, A) = {found['mean']:.4g}: above 0, the step lowers the entropy of single "
         f"tokens; {len(tokens)} tokens make up {found['share']:.0%} of the terms:"

@@ -59,14 +59,16 @@ class Trainer:
         folder: RunFolder,
         console: Console,
         elsewhere: Callable[..., TrainerProcess] | None = None,
+        process: Callable[..., TrainerProcess] = TrainerProcess,
     ) -> None:
         """elsewhere: starts it on other machines, given the config, the folder of this start, log
-        and variables.
+        and variables. process: starts a command on this machine.
         """
         self._config = config
         self._folder = folder
         self._console = console
         self._elsewhere = elsewhere
+        self._process = process
         self._log = folder.path / "logs" / "trainer.log"
         self._resident: tuple[TrainerProcess, RequestFolder] | None = None
         self._private: tempfile.TemporaryDirectory[str] | None = None
@@ -105,7 +107,7 @@ class Trainer:
         command = tune_command(
             path / "start.yaml", nproc_per_node=self._config.processes_here, torchrun_args=torchrun
         )
-        process = TrainerProcess(command, self._log, path / PROGRESS_FILE, variables).start()
+        process = self._process(command, self._log, path / PROGRESS_FILE, variables).start()
         return process, RequestFolder(path)
 
     def _variables(self) -> dict[str, str]:
@@ -148,6 +150,7 @@ class Trainer:
                 variables=self._variables(),
                 pbar=pbar,
                 pbar_desc=pbar_desc,
+                process=self._process,
             )
         self.check()
         if self._resident is not None and self._made_of != {

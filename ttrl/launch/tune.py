@@ -47,6 +47,7 @@ def tune(
     variables: Mapping[str, str] | None = None,
     pbar: bool = True,
     pbar_desc: str = "training",
+    process: "Callable[..., TrainerProcess] | None" = None,
 ) -> Path:
     """Write the recipe's config to `config_path`, run `tune run [torchrun arguments] RECIPE
     --config FILE`, and return the new checkpoint's folder, `output_dir`/checkpoint.
@@ -54,7 +55,7 @@ def tune(
     `config` is written unchanged; prefer absolute paths in it. With `nproc_per_node` above 1, or
     with `torchrun_args` (such as ["--nnodes", "2", "--rdzv-endpoint", "HOST:PORT"]), torchrun
     starts the processes. The log is `output_dir`/train.log unless named. variables: further
-    environment variables.
+    environment variables. process: starts the command; default TrainerProcess.
 
     Raises TrainerError, ending with the last lines of the log, if a process fails or leaves no
     checkpoint; StorageError if the recipe reported a full disk.
@@ -74,8 +75,9 @@ def tune(
             config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun
         )
         private |= variables or {}
-        with TrainerProcess(command, log, Path(temporary, "progress"), private) as process:
-            process.show(process.ended, pbar=pbar, pbar_desc=pbar_desc)
+        start = process or TrainerProcess
+        with start(command, log, Path(temporary, "progress"), private) as running:
+            running.show(running.ended, pbar=pbar, pbar_desc=pbar_desc)
     return checkpoint_of(output, log_path)
 
 

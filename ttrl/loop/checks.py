@@ -75,6 +75,8 @@ def checked(
             )
     tasks = listed(tasks, "tasks")
     validation_tasks = listed(validation_tasks, "validation_tasks")
+    problems += _overfit_problems(config, tasks)
+    config, tasks, validation_tasks = overfitted(config, tasks, validation_tasks)
     if not errors:
         problems += _task_problems(config, tasks, validation_tasks, said)
     if model and config.model and not is_ready(config.model):
@@ -87,6 +89,28 @@ def checked(
     if problems or errors:
         raise ConfigError("TrainConfig", problems + [str(error) for error in errors])
     return config, tasks, validation_tasks
+
+
+def overfitted(
+    config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task]
+) -> tuple[TrainConfig, list[Task], list[Task]]:
+    """Return the config and tasks of a run with `overfit`: the first tasks, for training and for
+    validation. Without it, return them as they are.
+    """
+    if config.overfit is None or not tasks:
+        return config, list(tasks), list(validation_tasks)
+    few = [replace(task, level=0) for task in tasks[: config.overfit]]
+    size = min(config.tasks_per_iteration, config.overfit)
+    return replace(config, tasks_per_iteration=size), few, list(few)
+
+
+def _overfit_problems(config: TrainConfig, tasks: list[Task]) -> list[str]:
+    if config.overfit is None or not 0 < len(tasks) < config.overfit:
+        return []
+    return [
+        f"overfit is {config.overfit}, and there are {counted(len(tasks), 'task')}; give a number "
+        f"from 1 to {len(tasks)}"
+    ]
 
 
 def _loss_problems(config: TrainConfig) -> list[str]:

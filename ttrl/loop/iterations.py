@@ -19,6 +19,8 @@ checkpoints.
 """
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 
 from ttrl.errors import DriftError
 from ttrl.facts import Flops, MetricsRow
@@ -41,7 +43,11 @@ from ttrl.system.files import append_jsonl, write_json
 class Iterations:
     """Run the remaining iterations of a run."""
 
-    def __init__(self, phases: Phases, loggers: Loggers) -> None:
+    def __init__(
+        self, phases: Phases, loggers: Loggers, report: Callable[..., Path] = leave_report
+    ) -> None:
+        """report: writes the report of a run folder with these rows."""
+        self._report = report
         self._loggers = loggers
         self._phases = phases
         self._config = phases.config
@@ -224,7 +230,7 @@ class Iterations:
         if has_reached(row, self._config):
             self._reached = number
         self._jobs.tell()
-        leave_report(self._folder.path, rows)
+        self._report(self._folder.path, rows)
         prune(self._folder, rows, self._config, number)
 
     def _say_reached(self, number: int | None) -> None:

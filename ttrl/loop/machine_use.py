@@ -43,7 +43,9 @@ class Look:
 class MachineWatch:
     """Look at the machine in a separate thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float | None = None) -> None:
+        """seconds: between two looks; default SECONDS."""
+        self._seconds = seconds or SECONDS
         self._lock = threading.Lock()
         self._looks: list[Look] = []
         self._over = threading.Event()
@@ -73,7 +75,7 @@ class MachineWatch:
         with visible_handles() as gpus:
             psutil.cpu_percent()  # the first call begins the measurement
             before = clock()
-            while not self._over.wait(SECONDS):
+            while not self._over.wait(self._seconds):
                 now = clock()
                 seen = (
                     psutil.cpu_percent() / 100,

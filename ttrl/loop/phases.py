@@ -143,25 +143,7 @@ class Phases:
             "a minute "
             f"(logs: {self.folder.path / 'logs'})"
         )
-        model_files(self.model)  # raises if its links lead elsewhere
-        with atomic_folder(iteration.path / "checkpoint") as temporary:
-            for path in sorted(self.model.iterdir()):
-                if path.is_file() and path.name != CANARY_FILE:
-                    inside = path.is_relative_to(self.folder.path)
-                    if inside:
-                        target = Path(os.path.relpath(path, iteration.path / "checkpoint"))
-                    else:
-                        target = path.resolve()
-                    (temporary / path.name).symlink_to(target)
-            canary = self.model / CANARY_FILE  # our own recipe may have made this model
-            computed = (
-                {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype],
-                self.config.context,
-            )
-            is_known = _canary_made_in(self.model) == computed
-            if is_known:
-                (temporary / CANARY_FILE).write_bytes(canary.read_bytes())
-        if not is_known:
+        if not self.link_start():
             self._ask_trainer(1, {"packed": "", "output_dir": str(iteration.path)})
             self._deaths = 0
         plan = write_plan(
@@ -178,6 +160,31 @@ class Phases:
                 self.console.line(f"note: {plan.does_not_fit}")
         sync = self.server.serve(iteration.path / "checkpoint")
         iteration.mark(PrepareFacts(seconds=clock() - began, sync=sync), ["checkpoint"])
+
+    def link_start(self) -> bool:
+        """Link the starting model's files as iteration 0's checkpoint. Return whether it has a
+        canary: our own recipe may have made this model.
+        """
+        place = self.folder.iteration(0).path / "checkpoint"
+        model_files(self.model)  # raises if its links lead elsewhere
+        with atomic_folder(place) as temporary:
+            for path in sorted(self.model.iterdir()):
+                if path.is_file() and path.name != CANARY_FILE:
+                    inside = path.is_relative_to(self.folder.path)
+                    if inside:
+                        target = Path(os.path.relpath(path, place))
+                    else:
+                        target = path.resolve()
+                    (temporary / path.name).symlink_to(target)
+            canary = self.model / CANARY_FILE
+            computed = (
+                {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype],
+                self.config.context,
+            )
+            is_known = _canary_made_in(self.model) == computed
+            if is_known:
+                (temporary / CANARY_FILE).write_bytes(canary.read_bytes())
+        return is_known
 
     def tokenizer(self) -> Any:
         """Return the starting model's tokenizer, loaded once."""

@@ -20,7 +20,7 @@ from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.facts import MetricsRow
-from ttrl.loop.train import train_checked
+from ttrl.loop.train import THIS_MACHINE, Parts, train_checked
 from ttrl.plans.expected_lengths import Assumptions, completion_mean, run_lengths
 from ttrl.plans.measured import Seconds, measured_in_run, signal_share
 from ttrl.plans.plan import Plan
@@ -28,7 +28,7 @@ from ttrl.plans.planner import Probed, iteration_folders
 from ttrl.run_folder.folder import RunFolder
 from ttrl.tasks.task import Task
 
-PROBE_SECONDS = 90.0
+_SECONDS = 90.0
 """Approximate time of sampling and training in a probe, after its server has started."""
 _ITERATIONS = 4  # of a probe; the first and the last do not count
 _FEWEST_TASKS = 4
@@ -42,14 +42,19 @@ def probe(
     assumptions: Assumptions,
     tasks: list[Task],
     validation_tasks: list[Task],
+    *,
+    most_seconds: float = _SECONDS,
+    iterations: int | None = None,
+    parts: Parts = THIS_MACHINE,
 ) -> Probed:
-    """Run a probe. made: the rough plan, to size the probe. Raises UserError, and any error of a
-    run.
+    """Run a probe. made: the rough plan, to size the probe. most_seconds: the time of sampling and
+    training. iterations: default 4. Raises UserError, and any error of a run.
     """
+    iterations = iterations or _ITERATIONS
     made_up: Settings = {}
     if not tasks:
         tasks, made_up = _made_up_tasks(config, assumptions, made)
-    affordable = PROBE_SECONDS / _ITERATIONS / max(made.seconds.iteration, 1e-3)
+    affordable = most_seconds / iterations / max(made.seconds.iteration, 1e-3)
     count = min(
         config.tasks_per_iteration,
         max(_FEWEST_TASKS, round(affordable * config.tasks_per_iteration)),
@@ -60,7 +65,7 @@ def probe(
         probed = dataclasses.replace(
             config,
             run=str(Path(folder, "run")),
-            iterations=_ITERATIONS,
+            iterations=iterations,
             stop_at=None,
             cache=[],
             validate_every=1,
@@ -73,7 +78,7 @@ def probe(
             mirror=None,
             **made_up,
         )
-        train_checked(probed, tasks, held_out, quiet=True)
+        train_checked(probed, tasks, held_out, quiet=True, parts=parts)
         rows = RunFolder(probed.run).metrics()
         signal = signal_share(rows)
         found = run_lengths(

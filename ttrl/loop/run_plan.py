@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
+from ttrl.loop.checks import overfitted
 from ttrl.plans.expected_lengths import Assumptions
 from ttrl.plans.plan import Plan
 from ttrl.plans.planner import make_plan
@@ -45,6 +46,7 @@ def plan(
     >>> planned.memory.peak < planned.machine.memory
     True
     """
+    config, tasks, validation_tasks = overfitted(config, tasks, validation_tasks)
     planned = functools.partial(
         make_plan,
         config,
@@ -71,7 +73,5 @@ def plan(
         return made
     from ttrl.loop.plan_probe import probe as run_probe
 
-    probed = run_probe(
-        made, config, assumptions or Assumptions(), list(tasks), list(validation_tasks)
-    )
+    probed = run_probe(made, config, assumptions or Assumptions(), tasks, validation_tasks)
     return planned(probed=probed)

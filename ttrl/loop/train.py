@@ -57,6 +57,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Name the parts under a run's loop: processes, phases, the report, and this machine."""
+
+    server: Callable[..., PolicyServer] = PolicyServer
+    trainer: Callable[[TrainConfig, RunFolder, Console], Trainer] = Trainer
+    """Makes the trainer of this machine; a cluster has its own."""
+    phases: Callable[..., Phases] = Phases
+    report: Callable[..., Path] = leave_report
+    gpus: Callable[[], list[float]] = gpus_here
+    host: Callable[[], float] = host_here
+
+
+THIS_MACHINE = Parts()
+
+
+@dataclass(frozen=True)
 class RunResult:
     """The result of a run."""
 
@@ -84,6 +100,7 @@ def train_checked(
     allow_changes: Sequence[str] = (),
     take_over: bool = False,
     redo: int | None = None,
+    parts: Parts = THIS_MACHINE,
 ) -> RunResult:
     """Train: see `ttrl.loop.start.train`; it has checked the model and announced the run."""
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks, model=False)
@@ -101,7 +118,7 @@ def train_checked(
     console = Console(quiet=quiet)
     is_here = config.mirror is None  # a mirror may first have to bring the run's earlier choices
     if is_here:
-        config = _chosen(config, folder.config() if folder.begun() else {}, console)
+        config = _chosen(config, folder.config() if folder.begun() else {}, console, parts)
     model = local_model(config.model, chat_template=config.chat_template is None)
     take_over = take_over or os.environ.get(TAKE_OVER_VARIABLE, "") not in ("", "0")
     redo = redo_asked(redo)
@@ -112,7 +129,9 @@ def train_checked(
         reap_leftovers(folder.path)
         folder.clean()
         folder.forget_refused_start()
-        config = (config if is_here else _chosen(config, folder.config(), console)).resolved(cuda)
+        if not is_here:
+            config = _chosen(config, folder.config(), console, parts)
+        config = config.resolved(cuda)
         if asked.weight_sync == "auto" and config.device == "cpu":
             why = (
                 config.files_because
@@ -151,7 +170,9 @@ def train_checked(
                     config, functools.partial(bring_adapter, publish=mirror.publish, base=model)
                 )
             replicas, of_phases = _on_cluster(config, folder, console, model)
-            server = PolicyServer(
+            if not of_phases:
+                of_phases = {"trainer": parts.trainer(config, folder, console)}
+            server = parts.server(
                 config,
                 folder.path / "logs",
                 console,
@@ -159,12 +180,12 @@ def train_checked(
             )
             ends.callback(server.stop)
             given = {"tasks": tasks, "validation_tasks": validation_tasks, **of_phases}
-            phases = Phases(config, folder, model, server=server, console=console, **given)
+            phases = parts.phases(config, folder, model, server=server, console=console, **given)
             ends.callback(phases.trainer.stop)
             try:
-                Iterations(phases, loggers).run()
+                Iterations(phases, loggers, parts.report).run()
             except DriftError:
-                leave_report(folder.path)  # it shows the tokens and causes
+                parts.report(folder.path)  # it shows the tokens and causes
                 raise
         rows = folder.metrics()
         newest = folder.written_version(rows[-1].iteration)
@@ -186,7 +207,7 @@ def train_checked(
             checkpoint=folder.checkpoint(newest),
             best_checkpoint=folder.checkpoint(best),
             metrics=folder.metrics_json(),
-            report=leave_report(folder.path),
+            report=parts.report(folder.path),
         )
         for line in summary_lines(rows, config.to_dict(), overfits=overfits(described)):
             console.line(line)
@@ -230,15 +251,17 @@ def _on_cluster(
     return replicas, {"trainer": trainer, "workers": start_workers(config, model)}
 
 
-def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> TrainConfig:
+def _chosen(
+    config: TrainConfig, saved: Mapping[str, Any], console: Console, parts: Parts = THIS_MACHINE
+) -> TrainConfig:
     """Return the config with its open settings chosen for this machine's GPUs, or as begun
     (`saved`). Raises ConfigError for settings too large to fit."""
-    gpus = gpus_here() if config.device != "cpu" else []
+    gpus = parts.gpus() if config.device != "cpu" else []
     if not gpus and config.placement != "split":
         return config
     config = as_begun(config, saved)
     shape = read_model_config(str(ready_model(config.model) or config.model))
-    choices = choose(shape, config, gpus, host=host_here(), advise=not saved)
+    choices = choose(shape, config, gpus, host=parts.host(), advise=not saved)
     if saved and choices.problem is not None:
         kept = (
             "; this run keeps its earlier choices: for other GPUs or longer rows, start a new run"
@@ -267,4 +290,4 @@ def local_model(model: str, *, chat_template: bool = True) -> Path:
     return local_folder(str(ready_model(model) or model), chat_template=chat_template)
 
 
-__all__ = ["RunResult", "TrainConfig", "train_checked"]
+__all__ = ["THIS_MACHINE", "Parts", "RunResult", "TrainConfig", "train_checked"]

@@ -77,8 +77,8 @@ class PlannedFlops:
     training: float
     """Forward and backward."""
     prepass: float
-    """Passes without gradient before the first step: the policy's own log-probabilities, and the
-    reference model's.
+    """Passes before the first step: the policy's own log-probabilities and the reference model's,
+    without gradient, and the reward model's training.
     """
     validation: float
 
@@ -191,7 +191,9 @@ def flops_of(
     training = pass_flops(decoder, recipe, len(positions), pairs, packed.num_trained).total
     forward = forward_flops(shape, len(positions), pairs, packed.num_trained).total
     several = recipe.updates_per_iteration > 1 and recipe.start_of_all_rows
-    own = several or recipe.rewards_tokens or recipe.lora_dropout > 0
+    learns_rewards = recipe.token_rewards == "implicit"
+    own = several or (recipe.rewards_tokens and not learns_rewards) or recipe.lora_dropout > 0
+    passes = own + (recipe.kl_coefficient > 0 or recipe.needs_estimates)
     held_out = work.validation_samples * (
         decode_flops(shape, prompt_mean, round(work.completion_mean)).total
         + prefill_flops(shape, prompt_mean).total
@@ -199,8 +201,6 @@ def flops_of(
     return PlannedFlops(
         sampling=float(sum(sampling_flops(shape, reads))) * lengths.scale * share_sampled,
         training=float(training) * lengths.scale,
-        prepass=float(forward)
-        * (own + (recipe.kl_coefficient > 0 or recipe.needs_estimates))
-        * lengths.scale,
+        prepass=float(forward * passes + training * learns_rewards) * lengths.scale,
         validation=float(held_out),
     )

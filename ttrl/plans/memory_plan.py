@@ -179,7 +179,7 @@ def host_needs(
     held = training_memory(model, on_gpu, Workload(1), device="cuda", ranks=ranks).moments[
         "optimizer"
     ]
-    weights = held["parameters"]
+    weights = held["parameters"] + held.get("reward model", 0.0)
     moments = held.get("optimizer state", 0.0)
     if recipe.cpu_offload:
         there = weights + moments + held.get("gradients", 0.0)
@@ -187,7 +187,7 @@ def host_needs(
         there = weights + moments
     else:
         swaps = recipe.needs_reference and recipe.lora_rank is None
-        there = moments * recipe.optimizer_on_cpu + weights * swaps
+        there = moments * recipe.optimizer_on_cpu + held["parameters"] * swaps
     serving = config.servers_here * int(argument(config, "tensor_parallel_size", 1))
     parts = {
         PARKED: there * config.processes_here,

@@ -104,6 +104,7 @@ def make_plan(
     *,
     assumptions: Assumptions | None = None,
     gpu: str | None = None,
+    machine: Machine | None = None,
     price_per_hour: float | None = None,
     recipe_only: bool = False,
     run: Path | None = None,
@@ -113,8 +114,9 @@ def make_plan(
     """Plan a run of `config`, without running anything but a matrix product.
 
     probed: the findings of a probe. tokenizer: the model's, to count prompts with; None: load it if
-    there are tasks. gpu: a name or size as for `ttrl.plans.gpu_sheets.sheets_named`. The other
-    arguments are those of `ttrl.plan`.
+    there are tasks. gpu: a name or size as for `ttrl.plans.gpu_sheets.sheets_named`. machine: the
+    hardware, if known; else of `gpu`, or of this machine. The other arguments are those of
+    `ttrl.plan`.
 
     Raises ConfigError, ModelFolderError, UserError.
     """
@@ -127,12 +129,15 @@ def make_plan(
     model = read_model_config(config.model)
     decoder = decoder_parameters(model)
     assumptions = assumptions or Assumptions()
-    machine = gpu_named(gpu) if gpu is not None else None
+    if gpu is not None and machine is None:
+        machine = gpu_named(gpu)
     choices = Choices(config)
     if not recipe_only:  # `tune run` chooses nothing
-        gpus, host = (
-            (gpus_here(), host_here()) if machine is None else (_gpus(machine, config), None)
-        )
+        host: float | None
+        if machine is None:
+            gpus, host = gpus_here(), host_here()
+        else:
+            gpus, host = _gpus(machine, config), machine.host
         choices = choose(model, config, gpus, host=host)
     config = choices.config.resolved(cuda=machine.cuda if machine is not None else _cuda())
     recipe = config.recipe_config({"dtype": config.dtype})
@@ -421,6 +426,8 @@ def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list
 
 def _gpus(machine: Machine, config: TrainConfig) -> list[float]:
     """Return the bytes of each GPU: of the named ones, or else as many as the config asks for."""
+    if not machine.cuda:
+        return []
     each = gpus_of_a_server(config.server)
     serving = config.servers_here * each
     training = config.processes_here

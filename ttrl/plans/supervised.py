@@ -1,8 +1,8 @@
 """Choose machine settings for supervised training before or next to a run, and check the fit.
 
-It takes over the run's device, dtype and GPUs. The planner treats it as a run without servers. So
-`ttrl.plans.open_choices` decides about processes and memory settings here as well, with the same
-figures. On a CPU nothing is chosen, and memory is estimated.
+It takes over the run's device, dtype and GPUs. The planner treats it as a run on all GPUs, whose
+servers sleep while it trains. So `ttrl.plans.open_choices` decides about processes and memory
+settings here as well, with the same figures. On a CPU nothing is chosen, and memory is estimated.
 """
 
 import dataclasses
@@ -40,6 +40,23 @@ _OF_THE_MACHINE = (
 )
 """Settings of a run inherited by its start: they change no more than rounding."""
 _MORE_GPUS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """Describe supervised training."""
+
+    examples: Sequence[Mapping[str, Any]]
+    """{"messages": …}, with the answers."""
+    settings: Mapping[str, Any]
+    """Of SFTConfig: learning rate, conversations in a step, …"""
+    marks: Sequence[int] = ()
+    """Of the start: step counts for asking the held-out tasks; the last one ends it."""
+    metric: str = "exact"
+    stop_at: float | None = None
+    """Of the start: a metric value for an earlier end, such as a share of 0.95 of answers in the
+    requested format (metric "format").
+    """
 
 
 @dataclass(frozen=True)
@@ -151,8 +168,12 @@ def fit_supervised(
         device="cuda" if hardware.cuda else "cpu",
         dtype=settings.get("dtype", SFTConfig.dtype),
         seq_len=settings.get("seq_len", SFTConfig.seq_len),
+        max_tokens=config.max_tokens,
         nproc_per_node=processes,
-        servers=0,
+        placement="colocated" if hardware.cuda else "auto",
+        servers=config.servers or None,
+        server=config.server,
+        weight_sync="sleep" if hardware.cuda else "auto",
         training={name: settings[name] for name in settings if name in _SHARED},
     )
     model = shape_of(trainer)

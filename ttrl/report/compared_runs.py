@@ -43,6 +43,8 @@ _FEW_TASKS = 30
 _TOLERANCE = 0.01
 """Allowed excess cost of a named arm's run over the other arms' runs of its seed."""
 
+SEARCHED = "The search for the learning rate of supervised training; its FLOPs count for no arm"
+
 Scores = dict[str, list[float]]
 """Scores of a task's samples, by task."""
 
@@ -93,6 +95,8 @@ class RunComparison:
     """
     sets: list[list[str]] = field(default_factory=list)
     """A table of further held-out sets, its heading first (`ttrl.cli.arms`)."""
+    searched: list[list[str]] = field(default_factory=list)
+    """A table of the learning rates tried for supervised arms, its heading first."""
 
     def rows(self) -> list[list[str]]:
         """Return the table, its heading first."""
@@ -196,6 +200,7 @@ class RunComparison:
         ]
         blocks = [[self.matched()], self.notes, self.verdicts(), _aligned(self.rows())]
         blocks += [_aligned(self.sets)] if self.sets else []
+        blocks += [[SEARCHED, *_aligned(self.searched)]] if self.searched else []
         blocks += [_aligned(differ)] if len(differ) > 1 else []
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -203,7 +208,8 @@ class RunComparison:
         """Write a page with curves. Raises StorageError."""
         html = template("comparison.html").render(
             css=css(), matched=self.matched(), rows=self.rows(), settings=self.settings(),
-            notes=self.notes, sets=self.sets, verdicts=self.verdicts(),
+            notes=self.notes, sets=self.sets, searched=self.searched, searched_title=SEARCHED,
+            verdicts=self.verdicts(),
             arms=[arm.name for arm in self.arms], figures=list(filter(None, map(self._figure, BY))),
         )  # fmt: skip
         write_text(path, visible(html))

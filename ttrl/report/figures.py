@@ -20,7 +20,7 @@ from ttrl.run_folder.reader import (
     interval,
     phase_columns,
 )
-from ttrl.text import compact, is_number, present
+from ttrl.text import compact, is_number, percent, present
 
 _OTHER_SHARES = 4
 """The number of colours left."""
@@ -267,7 +267,7 @@ def time(run: RunData) -> list[Figure]:
             "FLOPs",
             "Computed work: prompts read (without tokens from the prefix cache) and tokens "
             "written, held-out samples, forward and backward pass, recomputation in the backward "
-            "pass, and the earlier passes of policy and reference.",
+            "pass, and the earlier passes of policy, reference and reward model.",
             spent,
         ),
     ]
@@ -409,6 +409,7 @@ def training(run: RunData) -> list[Figure]:
             from_zero=True,
         ),
         *_gradient_noise(run),
+        *_entropy_response(run),
         *_lines(
             run,
             "Clipped tokens",
@@ -419,6 +420,13 @@ def training(run: RunData) -> list[Figure]:
         ),
         *_line(
             run, "KL to the reference model", lambda row: row.train.kl, _kl_of(run), from_zero=True
+        ),
+        *_line(
+            run,
+            "Reward model",
+            lambda row: row.train.reward_model_loss,
+            "Cross entropy of the outcomes, in nats per sample; 0.69 is a guess.",
+            from_zero=True,
         ),
         *_lines(
             run,
@@ -504,6 +512,29 @@ def _gradient_noise(run: RunData) -> list[Figure]:
         ),
         *_lines(run, "Noise from samples", parts, from_samples, percent=True, y_range=(0.0, 1.0)),
     ]
+
+
+def _entropy_response(run: RunData) -> list[Figure]:
+    """Return the predicted effect of a step on the entropy, with its cost."""
+    shares = [row.entropy_response.share for row in run.trained]
+    known = [share for share in shares if share is not None]
+    text = (
+        "Nats per answer: the first order η⟨∇H, v⟩ of the measured steps. Below 0, a step makes "
+        "answers more alike. Measured on a quarter of a step's tasks, for the update by the "
+        "others; measured on the update's own answers, it is biased."
+    )
+    if known:
+        text += f" The measurements take {percent(sum(known) / len(known))} of the steps' time."
+    series = [
+        Series("η⟨∇H, v⟩", run.column(lambda row: row.entropy_response.first), 1),
+        Series(
+            "on the update's own answers",
+            run.column(lambda row: row.entropy_response.naive),
+            2,
+            dashed=True,
+        ),
+    ]
+    return _lines(run, "A step's effect on the entropy", text, series)
 
 
 def every_metric(run: RunData) -> list[tuple[str, Markup, list[str]]]:

@@ -44,9 +44,12 @@ _STUDY_PICTURES = (
     "steps.png",
     "noise.png",
     "study.png",
+    "split.png",
+    "logprobs.png",
     "position.png",
     "tokens.png",
     "kernel.png",
+    "precision.png",
 )
 _PNG = b"\x89PNG"
 _HERE = Path(__file__).parent

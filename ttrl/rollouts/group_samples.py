@@ -106,6 +106,7 @@ async def _continue(group: Group, sample: Sample) -> None:
         sample=sample,
         max_tokens=min(limits, default=None),
         number=group.first + sample.sample,
+        on_chunk=group.sampling.request.on_chunk,
         had=had,
         count=group.sampling.count_tokens,
         cut=group.sampling.cut,

@@ -15,6 +15,10 @@ A seed is replaced by one made of it, the sample's number, its prompt and its to
 seed would repeat the random numbers of the beginning. The same cuts give the same tokens; other
 cuts give others.
 
+An `on_chunk` such as InferenceEarlyStop sees the kept part as one chunk, and then the new tokens
+one by one. So what it computes of log-probabilities goes on from where it was, with no state of its
+own to keep: it ends a completion at the token at which it would have ended it uncut.
+
 Stop strings are also found across the border. The completion is cut behind the token completing
 one, as the server would have done. detokenize.py explains the exact text.
 """
@@ -28,11 +32,12 @@ from typing import Any
 from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.messages import JsonObject
 from ttrl.records import Sample
+from ttrl.rollouts.client.assembly import STOPPED_EARLY, LiveCompletion, OnChunk
 from ttrl.rollouts.client.attempts import CountedAttempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import read_choice
 from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
-from ttrl.rollouts.client.text_stream import Piece, ask, chat_answer
+from ttrl.rollouts.client.text_stream import Piece, ask, chat_answer, chat_chunk
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import EXPERTS, Answer
 
@@ -200,9 +205,9 @@ def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
 class ContinueAttempt(CountedAttempt):
     """Requests the rest of a cut completion; its answer is the whole, as if uncut.
 
-    Its finish_reason is null if the budget ended it again (`max_tokens` or `cut`), otherwise the
-    server's. `sample` is not changed. Raises TokenizationError for a sample without the needed ids
-    or logprobs, RequestError.
+    Its finish_reason is null if the budget ended it again (`max_tokens` or `cut`), "stopped_early"
+    if `on_chunk` did, otherwise the server's. `sample` is not changed. Raises TokenizationError for
+    a sample without the needed ids or logprobs, RequestError.
     """
 
     request: ChatRequest
@@ -211,6 +216,8 @@ class ContinueAttempt(CountedAttempt):
     """Limit on new tokens; None: as many as `request.max_tokens` and the model's context allow."""
     number: int | None = None
     """Distinguishes samples of equal tasks for seeds; None: the sample's own number."""
+    on_chunk: OnChunk | None = None
+    """Sees the kept part as one chunk, then every further one; its exceptions pass through."""
 
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
         request = self.request
@@ -273,6 +280,10 @@ class _Continued:
         self.stops: list[str] = [stop] if isinstance(stop, str) else [one for one in stop if one]
         self.skip_special = bool(self.parameters.get("skip_special_tokens", True))
         self.tokenizer = ServerTokenizer.of(transport, self.request.model)
+        self.live: LiveCompletion | None = None
+        """The completion as `on_chunk` sees it."""
+        if attempt.on_chunk is not None:
+            self.live = LiveCompletion(1, attempt.on_chunk)
 
     async def run(self, limit: int, stop_at: int) -> None:
         """Ask until the completion has ended or has `stop_at` tokens; `limit` is its own maximum
@@ -280,6 +291,8 @@ class _Continued:
         """
         if len(self.whole.token_ids) >= limit:
             self.whole.finish_reason = "length"
+        if self.live is not None and self._show(self.whole, 0, self.whole.text):
+            self.whole.finish_reason = STOPPED_EARLY
         while (
             self.whole.finish_reason is None
             and len(self.whole.token_ids) < stop_at
@@ -300,12 +313,23 @@ class _Continued:
 
     async def _go_on(self, max_tokens: int, exact: bool) -> Piece:
         """Make one request. Without `exact`, ignore its text and stop strings."""
+        is_ended = False
+        seen = Piece()
+
+        def ends(piece: Piece) -> bool:
+            nonlocal is_ended, seen
+            text = piece.text[len(seen.text) :] if exact else ""
+            is_ended = self._show(piece, len(seen.token_ids), text)
+            seen = Piece(text=piece.text, token_ids=list(piece.token_ids))
+            return is_ended
+
         piece = await ask(
             self.transport,
             self._body(max_tokens, with_stop=exact),
             on_tokens=self.attempt.add,
             cut=self.attempt.cut,
             stall_timeout=self.request.stall_timeout,
+            ends=None if self.live is None else ends,
         )
         if self.request.wants_logprobs and len(piece.logprobs) != len(piece.token_ids):
             raise RequestError(
@@ -333,7 +357,15 @@ class _Continued:
             self.whole.text = await self._shown(self._ids_of_text(), self.whole.text)
         if self.stops:
             await self._stop_over_the_border(had, before)
+        # A stop string may have ended it before.
+        if is_ended and len(whole.token_ids) == had + len(piece.token_ids):
+            whole.finish_reason = STOPPED_EARLY
         return piece
+
+    def _show(self, piece: Piece, first: int, text: str) -> bool:
+        """Show `on_chunk` the piece's tokens from `first` on; return whether it ends here."""
+        assert self.live is not None
+        return self.live.take(chat_chunk(piece, first, text, self.request.wants_logprobs))
 
     def _body(self, max_tokens: int, *, with_stop: bool) -> JsonObject:
         body = {name: value for name, value in self.parameters.items() if name in _SAME}

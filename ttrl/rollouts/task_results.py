@@ -102,7 +102,8 @@ async def get_task_results(
 
     on_chunk: `on_chunk(chunk, completion)` sees every chunk of the streamed completions;
         StopIteration ends the choices of that chunk (finish_reason "stopped_early"). See
-        InferenceEarlyStop. Not called for completions from the cache.
+        InferenceEarlyStop. Not called for completions from the cache; of a continued one, it sees
+        the earlier part as one chunk.
     isolated: runs graders in their own processes, ended if a grade takes longer than
         `grader_timeout` seconds or more than `grader_memory` bytes; they do not see keys and tokens
         of our environment, and async ones run one per process. Otherwise sync graders run in up to

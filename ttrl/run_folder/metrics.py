@@ -1,5 +1,7 @@
 """Build an iteration's line of metrics.jsonl from the markers of its phases."""
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,6 +10,7 @@ from ttrl.facts import (
     FLOPS_PARTS,
     CurriculumFacts,
     CurriculumFigures,
+    EntropyResponse,
     Flops,
     MetricsRow,
     PackFacts,
@@ -25,6 +28,7 @@ from ttrl.facts import (
     ValidateFacts,
     number,
     part_of,
+    ratio,
 )
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.run_folder.recent_noise import WINDOW, recent_noise
@@ -72,6 +76,7 @@ def metrics_row(iteration: IterationFolder) -> MetricsRow:
             train=_training(steps, unchanged=_same_weights(iteration)),
             sampler_trainer=None if compared is None else compared.without_tokens(),
             gradient_noise=recent_noise(_recent_steps(iteration)),
+            entropy_response=_entropy_response(steps),
         )
     row = _with_validation(row, held_out)
     return row.replace(server=_server(iteration, sampled, row.train.matmul_peak))
@@ -178,6 +183,23 @@ def _flops(sampled: RolloutsFacts, held_out: ValidateFacts, steps: Sequence[Step
         return Flops()
     known = {name: value for name, value in parts.items() if name in FLOPS_PARTS}
     return Flops(**known, total=sum(parts.values()))
+
+
+def _entropy_response(steps: Sequence[Step]) -> EntropyResponse:
+    """Return the means over the measured steps of an iteration, and their share of its time."""
+    measured = [step.entropy_response for step in steps if step.entropy_response is not None]
+    known = [(one, one.first) for one in measured if one.first is not None]
+    if not known:
+        return EntropyResponse()
+    seconds = math.fsum(one.seconds or 0.0 for one, _ in known)
+    return EntropyResponse(
+        steps=len(known),
+        first=statistics.fmean(first for _, first in known),
+        naive=statistics.fmean(one.naive or 0.0 for one, _ in known),
+        entropy=statistics.fmean(one.entropy or 0.0 for one, _ in known),
+        seconds=seconds,
+        share=ratio(seconds, math.fsum(step.seconds or 0.0 for step in steps)),
+    )
 
 
 def _recent_steps(iteration: IterationFolder) -> list[Step]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -112,13 +113,17 @@ def base_of_adapter(folder: Path) -> Path | None:
     return Path(base)
 
 
-def merge_adapter(folder: Path, base: Path | None = None) -> None:
+def merge_adapter(
+    folder: Path,
+    base: Path | None = None,
+    run: "Callable[..., subprocess.CompletedProcess[str]]" = subprocess.run,
+) -> None:
     """Write the merged weights into a checkpoint with only an adapter, for readers of whole
     weights; harmless elsewhere. Runs with adapters on their servers store only adapters. Uses a
     process of its own: merging loads torch.
 
-    base: the adapter's base, if moved. Raises ModelFolderError if the base is gone, or the disk
-        full.
+    base: the adapter's base, if moved. run: runs the process. Raises ModelFolderError if the base
+        is gone, or the disk full.
     """
     if base_of_adapter(folder) is None or not _weight_problems(folder):
         return
@@ -130,7 +135,7 @@ def merge_adapter(folder: Path, base: Path | None = None) -> None:
         str(folder),
         *([] if base is None else ["--base", str(base)]),
     ]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    done = run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise ModelFolderError(
             f"{folder}: the adapter could not be merged into its base: "

@@ -76,19 +76,19 @@ def visible_handles() -> Iterator[list[Any]]:
 
 
 @functools.cache
-def in_child(program: str, *arguments: str) -> str:
+def in_child(program: str, *arguments: str, seconds: float = _SECONDS) -> str:
     """Run Python code in a child process, once, and return its last line of output.
 
-    Raises UserError if it fails or takes longer than two minutes.
+    Raises UserError if it fails or takes longer than `seconds`.
     """
     command = [sys.executable, "-c", program, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
         raise UserError(f"PyTorch cannot use the GPU: {last}; {_WAY_OUT}") from error
     except subprocess.TimeoutExpired as error:
-        late = f"PyTorch did not report the GPU within {_SECONDS} s"
+        late = f"PyTorch did not report the GPU within {seconds:g} s"
         raise UserError(f"{late}; {_WAY_OUT}") from error
     return (done.stdout.strip().splitlines() or [""])[-1]
 

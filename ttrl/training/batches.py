@@ -59,8 +59,8 @@ class Update:
         """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every
         rank gets the same number. "trained" holds the label positions, int64 [N], rows laid end to
         end: finding them on a GPU would stall it. On a GPU, row lengths are multiples of the
-        attention block, to keep the number of allocation sizes small. "sample_keys" are the keys of
-        the samples in `sample_ids`.
+        attention block, to keep the number of allocation sizes small. "sample_keys",
+        "sample_rewards" and "sample_shares" are of the samples in `sample_ids`.
         """
         size = config.rows_per_microbatch
         multiple = config.row_length_multiple
@@ -78,6 +78,10 @@ class Update:
             if self.reference_hidden:
                 tensors["reference_hidden"] = torch.cat(self.reference_hidden[start : start + size])
             tensors["sample_keys"] = sample_keys(part.samples)
+            for name in ("reward", "share"):
+                tensors[f"sample_{name}s"] = torch.tensor(
+                    [getattr(one, name) for one in part.samples], dtype=torch.float64
+                )
             tensors["trained"] = (part.labels.flatten() != IGNORE).nonzero().squeeze(1)
             # A copy from unpinned memory waits for all queued GPU work.
             if device.type == "cuda":

@@ -302,12 +302,16 @@ def hand_over(
 
 
 def write_merged(
-    folder: Path, policy: Policy, base: Path, checkpoint_dtype: CheckpointDtype
+    folder: Path,
+    policy: Policy,
+    base: Path,
+    checkpoint_dtype: CheckpointDtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write only the merged weights of base and adapter; for one process with all of them."""
     here = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
     entries = _entries_as_in(base, policy, list(_entries(policy, _DTYPES[checkpoint_dtype], here)))
-    _write_weights(folder, entries, MAX_SHARD_BYTES, here)
+    _write_weights(folder, entries, max_shard_bytes, here)
 
 
 def canary_of(

@@ -24,9 +24,10 @@ def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-PARTS = ("training", "recomputation", "prepass", "reference")
+PARTS = ("training", "recomputation", "prepass", "reference", "reward_model")
 """Parts of a step's FLOPs in train.jsonl: forward and backward pass; recomputation in the backward
-pass; passes without gradient, of the policy and of the reference model."""
+pass; passes without gradient, of the policy and of the reference model; all of the reward model's
+training."""
 
 
 def work_counts(

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ttrl.configs import TrainingConfig
 from ttrl.costs.memory import Device, Workload
@@ -120,9 +120,7 @@ class Skipped:
         broken = [name for name, p in trained.items() if not torch.isfinite(local_part(p)).all()]
         everywhere = torch.tensor([float(len(broken))], device=ranks.device)
         # Ranks with different parts of the same layers must reach the same decision.
-        if ranks.processes > 1:
-            distributed.all_reduce(everywhere)
-        if everywhere.item():
+        if ranks.sum_of_all(everywhere).item():
             raise DivergedError(
                 f"optimizer step {step}: {why}, because weights of the model are not finite"
                 f"{f' ({broken[0]} and {len(broken) - 1} more)' if broken else ''}; nothing was "

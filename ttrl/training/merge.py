@@ -13,19 +13,20 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ttrl.configs import TrainingConfig
 from ttrl.errors import TtrlError
 from ttrl.records import ADAPTER_FOLDER
 from ttrl.system.files import atomic_folder, fsync_folder, read_object
-from ttrl.training.checkpoints import write_merged
+from ttrl.training.checkpoints import MAX_SHARD_BYTES, CheckpointDtype, write_merged
 from ttrl.training.policy.adapters import AdapterSettings, base_folder, map_policy
 
 INDEX = "model.safetensors.index.json"
 
 
-def merge(folder: Path, base: str | None = None) -> None:
+def merge(folder: Path, base: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write merged weights into `folder`, in the dtype of its config.json. base: the adapter's
     base, if it has moved. Raises ModelFolderError, StorageError."""
     stored = AdapterSettings.read(folder / ADAPTER_FOLDER)
@@ -35,7 +36,8 @@ def merge(folder: Path, base: str | None = None) -> None:
     base = base_folder(config)
     policy = map_policy(config, base)
     with atomic_folder(folder / "merged") as made:
-        write_merged(made, policy, Path(base), "bf16" if bf16 else "fp32")
+        dtype: CheckpointDtype = "bf16" if bf16 else "fp32"
+        write_merged(made, policy, Path(base), dtype, max_shard_bytes)
     # The index comes first: it names all files, and the folder counts as incomplete until the last
     # one is there.
     for path in sorted((folder / "merged").iterdir(), key=lambda path: path.name != INDEX):
@@ -44,12 +46,12 @@ def merge(folder: Path, base: str | None = None) -> None:
     fsync_folder(folder)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Merge a checkpoint's adapter into its base, in place."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--base", help="the folder of the adapter's base, if it has moved")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         merge(arguments.checkpoint, arguments.base)
     except (TtrlError, OSError) as error:

@@ -7,6 +7,8 @@
 - the reference model's log-probabilities, by swapping its weights in, unless the pack holds them
   already; its hidden states and its head, for KL over the whole vocabulary;
 - values of the value head;
+- the reward model's log-probabilities, by swapping it in, and training it: the one pass with a
+  gradient;
 - and before a step, the tokens for Clip-Cov and KL-Cov.
 
 The results go to `Update.signals` or to the rows, and from there into microbatches. `python -m
@@ -41,12 +43,14 @@ from ttrl.training.objective.token_rewards import (
     token_divergences,
     value_advantages,
 )
+from ttrl.training.optimizer.reward_model import RewardModel
 from ttrl.training.parallel.distributed import Ranks, run_on_ranks
 from ttrl.training.policy.adapters import as_policy_of, as_reference
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.policy.value_head import ValueHead
 from ttrl.training.references import reference_facts
+from ttrl.training.reward_pass import RewardPass, train_on_outcomes
 from ttrl.training.sampler_drift import compare_tokens
 
 logger = logging.getLogger("ttrl.training")
@@ -72,6 +76,7 @@ class Prepass:
         here: Ranks,
         first_step: int,
         value_head: ValueHead | None = None,
+        rewards: RewardModel | None = None,
     ) -> None:
         self._policy = policy
         self._packed = packed
@@ -80,6 +85,9 @@ class Prepass:
         self._here = here
         self._objectives = [objective.at(first_step + number) for number in range(len(steps))]
         self._value_head = value_head
+        self._rewards = rewards
+        self.reward_passes: list[RewardPass] = []
+        """The reward model's training, of each step; empty without one."""
         self.reference_head: tuple[Tensor, Tensor | None] | None = None
         """The reference model's output projection [V, D] and its bias, for KL over the whole
         vocabulary.
@@ -105,7 +113,8 @@ class Prepass:
         if self._config.sampler_model is not None and self._config.sampler_rows:
             self.own_weights = self._compared_under(self._config.sampler_model)
         rewards = any(objective.needs_token_rewards for objective in self._objectives)
-        if rewards or (len(self._steps) > 1 and self._config.start_of_all_rows):
+        own = rewards and self._rewards is None
+        if own or (len(self._steps) > 1 and self._config.start_of_all_rows):
             for step in self._steps:
                 step.signals |= self._own_signals(step)
             self.drift = self._compared([step.signals["start_logprobs"] for step in self._steps])
@@ -115,6 +124,8 @@ class Prepass:
                 [self._own_signals(step, values=False)["start_logprobs"] for step in self._steps]
             )
         self._add_reference()
+        if self._rewards is not None:
+            self._train_rewards(self._rewards)
         if rewards:
             self._add_token_rewards()
 
@@ -263,22 +274,42 @@ class Prepass:
         step.rows.reference_logprobs = torch.full(step.rows.labels.shape, torch.nan)
         step.rows.reference_logprobs[chosen] = measured
 
+    def _train_rewards(self, model: RewardModel) -> None:
+        """Train the reward model on each step's outcomes, and keep its log-probabilities."""
+        config = self._config
+        odd = sum(not 0 <= sample.reward <= 1 for sample in self._packed.samples)
+        if odd and self._here.is_first:
+            logger.warning(
+                "the reward model learns outcomes between 0 and 1: the rewards of %d of %d samples "
+                "count as the nearer of the two",
+                odd,
+                len(self._packed.samples),
+            )
+        with model.swapped_in():
+            for step in self._steps:
+                scale = step.num_rows / config.lr_rows if config.lr_rows else 1.0
+                done = train_on_outcomes(self._policy, model, step, config, self._here, scale)
+                step.signals["reward_logprobs"] = done.logprobs
+                self.reward_passes.append(done)
+                self._spent["reward_model"] += done.flops
+
     def _add_token_rewards(self) -> None:
         """Compute new advantages over the whole pack, on every rank alike, and give each step its
         own.
         """
         config = self._config
         packed = self._packed
-        logprobs = self._over_pack(lambda step: step.signals["start_logprobs"])
         reference = packed.reference_logprobs
         if reference is None and any(objective.needs_reference for objective in self._objectives):
             reference = self._over_pack(lambda step: step.rows.reference_logprobs)
         if config.token_rewards == "implicit":
             assert reference is not None
+            logprobs = self._over_pack(lambda step: step.signals["reward_logprobs"])
             self._deal_out(
                 implicit_advantages(packed, logprobs, reference, config.implicit_beta, config.gamma)
             )
             return
+        logprobs = self._over_pack(lambda step: step.signals["start_logprobs"])
         for beta in sorted({objective.kl_in_reward for objective in self._objectives}):
             concerned = [
                 s

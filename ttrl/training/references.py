@@ -50,14 +50,10 @@ def check_reference(packed: PackedTensors, config: GRPOConfig) -> None:
         return
     if packed.reference_logprobs is None:
         if not config.has_reference:
-            if config.kl_coefficient > 0:
-                wants = "kl_coefficient is above 0"
-            else:
-                wants = "token_rewards is 'implicit'"
             problem = (
-                f"{wants} but reference_model is missing, and {config.packed} holds no reference "
-                "log-probabilities; give one, or "
-                "store them (python -m ttrl.training.prepass)"
+                f"kl_coefficient is above 0 but reference_model is missing, and {config.packed} "
+                "holds no reference log-probabilities; give one, or store them (python -m "
+                "ttrl.training.prepass)"
             )
             raise ConfigError("config", [problem])
         return

@@ -39,6 +39,8 @@ from ttrl.records import ADAPTER_FOLDER, Canary, Handover
 from ttrl.system.files import again
 from ttrl.system.request_folder import RequestFolder
 from ttrl.training.checkpoints import hand_over
+from ttrl.training.optimizer.reward_model import FOLDER as REWARD_MODEL
+from ttrl.training.optimizer.reward_model import RewardModel
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, run_on_ranks
 from ttrl.training.parallel.host_memory import places
@@ -74,6 +76,7 @@ class Trained(NamedTuple):
     policy: Policy
     stepper: Stepper
     values: ValueTraining | None
+    rewards: RewardModel | None = None
 
 
 def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
@@ -85,7 +88,11 @@ def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
         values = ValueTraining(config, policy.decoder.tok_embeddings.embedding_dim, here)
     else:
         values = None
-    return Trained(policy, Stepper(policy, config, here, config.state, values), values)
+    rewards = None
+    if config.token_rewards == "implicit":
+        rewards = RewardModel(policy, config, here)
+    stepper = Stepper(policy, config, here, config.state, values, rewards)
+    return Trained(policy, stepper, values, rewards)
 
 
 Files = tuple[tuple[Any, ...], ...]
@@ -104,10 +111,15 @@ class Residence:
     """
 
     def __init__(
-        self, here: Ranks, handed_over: Callable[[Handover], None] = lambda handover: None
+        self,
+        here: Ranks,
+        handed_over: Callable[[Handover], None] = lambda handover: None,
+        parks: bool | None = None,
     ) -> None:
         """Make an empty one. `handed_over` is called with the message for servers, before
-        checkpoint and state are written."""
+        checkpoint and state are written. parks: whether to move what waits into a block of the
+        CPU's memory; default: if it does not live on the CPU anyway."""
+        self._parks = parks
         self._here = here
         self._tell = handed_over
         self._kept: tuple[Trained, dict[str, object], Files | int] | None = None
@@ -137,7 +149,7 @@ class Residence:
             assert kept is not None
             trained = kept[0]
             if is_parked and computes:
-                unpark(trained, self._here.device)
+                self._unpark(trained)
             else:
                 self._is_parked = is_parked
         elif config.kept is not None:
@@ -235,8 +247,18 @@ class Residence:
         self._kept = trained, _settings(config), what
 
     def _park(self, trained: Trained) -> None:
-        park(trained)
+        if self._leaves_device(trained):
+            park(trained)
         self._is_parked = True
+
+    def _unpark(self, trained: Trained) -> None:
+        if self._leaves_device(trained):
+            unpark(trained, self._here.device)
+
+    def _leaves_device(self, trained: Trained) -> bool:
+        if self._parks is None:
+            return not trained.stepper.lives_on_cpu
+        return self._parks
 
     def _agreed(self, mine: bool) -> bool:
         """Return the first rank's answer: a file in transit looks different on another host."""
@@ -253,7 +275,7 @@ def _settings(config: GRPOConfig) -> dict[str, object]:
 
 
 def _inputs(config: GRPOConfig) -> Files:
-    """Return the facts of the source files of policy, optimizer and value head."""
+    """Return the facts of the source files of policy, optimizer, value head and reward model."""
     folders = [Path(config.model), Path(config.model, ADAPTER_FOLDER)]
     if config.lora_rank is not None:
         folders.append(Path(base_folder(config)))
@@ -263,7 +285,8 @@ def _inputs(config: GRPOConfig) -> Files:
     if config.state is None:
         state = []
     else:
-        state = list(_files(Path(config.state), "state"))
+        folder = Path(config.state)
+        state = [*_files(folder, "state"), *_files(folder / REWARD_MODEL, REWARD_MODEL)]
     return (*weights, *state)
 
 
@@ -290,8 +313,6 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
 def park(trained: Trained) -> None:
     """Move everything into the CPU's memory, except permanent device tensors. A collective. Raises
     StorageError if there is too little memory; nothing has moved then."""
-    if trained.stepper.lives_on_cpu:
-        return
     memory = trained.policy.host_memory
     found = _places(trained)
     assert memory is not None
@@ -306,15 +327,13 @@ def park(trained: Trained) -> None:
 @torch.no_grad()
 def unpark(trained: Trained, device: torch.device) -> None:
     """Move parked tensors back to the device."""
-    if trained.stepper.lives_on_cpu:
-        return
     for owner, name in _places(trained):
         setattr(owner, name, getattr(owner, name).to(device, non_blocking=True, copy=True))
     reset_shards(trained.policy)
 
 
 def _places(trained: Trained) -> list[tuple[Any, str]]:
-    """Return the places of device tensors in policy, value head and optimizers."""
+    """Return the places of device tensors in policy, value head, reward model and optimizers."""
     # Shards, even if a pass left whole parameters.
     tensors: list[Tensor] = list(trained.policy.parameters_by_name().values())
     if trained.values is not None:
@@ -322,6 +341,8 @@ def _places(trained: Trained) -> list[tuple[Any, str]]:
     tensors += trained.stepper.tensors()
     if trained.values is not None:
         tensors += trained.values.tensors()
+    if trained.rewards is not None:
+        tensors += trained.rewards.tensors()
     return [place for tensor in tensors for place in places(tensor)]
 
 
@@ -341,7 +362,10 @@ def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: 
 
 
 def _serve(
-    train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOConfig, here: Ranks
+    train: Callable[[GRPOConfig, Ranks, Residence], None],
+    start: GRPOConfig,
+    here: Ranks,
+    make: Callable[[Ranks, Callable[[Handover], None]], Residence] = Residence,
 ) -> None:
     assert start.follow is not None
     folder = RequestFolder(start.follow)
@@ -351,7 +375,7 @@ def _serve(
         if here.is_first:
             folder.put_handover(number, handover)
 
-    residence = Residence(here, tell)
+    residence = make(here, tell)
     residence.prepare(start)
     _give_back_memory()
     logger.info("waiting for configs in %s", folder.path)

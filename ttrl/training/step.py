@@ -77,7 +77,7 @@ class GradientStep:
         config: GRPOConfig,
         here: Ranks,
         watch: Stopwatch,
-        progress: TrainProgress,
+        progress: TrainProgress | None,
         value_head: ValueHead | None = None,
         reference_head: tuple[Tensor, Tensor | None] | None = None,
         pieces: GradientPieces | None = None,
@@ -142,7 +142,8 @@ class GradientStep:
             ratio.add(facts["ratio"])
             if compare:
                 compared.append(torch.stack([out.logprobs.detach().float(), tokens.sampled]))
-            self._progress.advance()
+            if self._progress is not None:
+                self._progress.advance()
         again = int(not objective.per_token)
         reference = objective.needs_divergence_grad
         again += len(objective.distribution_terms) if parts is not None else 0

@@ -48,7 +48,14 @@ _BLOCKS = 4  # the most groups of layers
 class GradientPieces:
     """Watches the gradients of one optimizer step at a time, on all ranks alike."""
 
-    def __init__(self, policy: Policy, config: GRPOConfig, here: Ranks) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: GRPOConfig,
+        here: Ranks,
+        projections: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """projections: of every step, left and right [d, D, r]; default: drawn in each step."""
         self._here = here
         self._policy = policy
         self._parameters = {
@@ -66,22 +73,26 @@ class GradientPieces:
         }
         self._hooks: list[Any] = []
         self._alone = False
-        self._projections: tuple[Tensor, Tensor] | None = None
+        self._fixed = projections
+        self._projections = projections
         self._seed = (config.seed, "gradient noise")
         self.seconds = 0.0
 
     def begin(self, global_step: int, microbatches: int) -> None:
         """Forget the step before, and set the next one's number of microbatches on each rank. The
         sketch's projections are new in each step, to keep averages over steps unbiased."""
-        width = self._policy.decoder.tok_embeddings.embedding_dim
-        generator = derived_generator(*self._seed, global_step)
-        drawn = torch.randn(2, len(self._depths), width, SKETCH, generator=generator) / SKETCH**0.5
-        left, right = drawn.to(self._here.device)
-        self._projections = left, right
+        self._projections = self._fixed or self._drawn(global_step)
         self._norms.clear()
         self._lines.clear()
         self._alone = microbatches * self._here.world_size == 1
         self.seconds = 0.0
+
+    def _drawn(self, global_step: int) -> tuple[Tensor, Tensor]:
+        width = self._policy.decoder.tok_embeddings.embedding_dim
+        generator = derived_generator(*self._seed, global_step)
+        drawn = torch.randn(2, len(self._depths), width, SKETCH, generator=generator) / SKETCH**0.5
+        left, right = drawn.to(self._here.device)
+        return left, right
 
     def piece(self) -> None:
         """Begin a microbatch. Call it between forward and backward pass: FSDP has made its whole
@@ -111,30 +122,31 @@ class GradientPieces:
         # Of any token: they differ when critics are trained.
         of_samples_S2[sample_ids_N, 1] = advantages_N.double()
         # Each depth's numbers are contiguous: adding to them is 40 times as fast.
-        sums_dSr = torch.zeros(len(self._depths), len(keys), SKETCH**2, device=device)
+        assert self._projections is not None
+        left, right = self._projections
+        numbers = left.shape[-1] * right.shape[-1]
+        sums_dSr = torch.zeros(len(self._depths), len(keys), numbers, device=device)
         piece = torch.full_like(keys[:, :1], len(self._norms))
         self._lines.append((torch.cat([piece, keys], dim=1), of_samples_S2, sums_dSr))
 
         def watch(number: int, h_BTD: Tensor) -> None:
             if number not in self._depths or not h_BTD.requires_grad:
                 return
-            assert self._projections is not None
             began = time.perf_counter()
             depth = self._depths[number]
-            left, right = (both[depth] for both in self._projections)
             with torch.no_grad(), torch.autocast(h_BTD.device.type, enabled=False):
                 h_ND = h_BTD.detach().flatten(0, 1).index_select(0, trained_N).float()
                 seen_Nr = (
                     h_ND
-                    @ right
-                    * (len(right) ** 0.5 / torch.linalg.vector_norm(h_ND, dim=1, keepdim=True))
+                    @ right[depth]
+                    * (right.shape[1] ** 0.5 / torch.linalg.vector_norm(h_ND, dim=1, keepdim=True))
                 )
 
             @torch.no_grad()
             def note(gradient_BTD: Tensor) -> None:
                 began = time.perf_counter()
                 gradient_ND = gradient_BTD.flatten(0, 1).index_select(0, trained_N).float()
-                outer_N = torch.einsum("nr,nq->nrq", gradient_ND @ left, seen_Nr).flatten(1)
+                outer_N = torch.einsum("nr,nq->nrq", gradient_ND @ left[depth], seen_Nr).flatten(1)
                 sums_dSr[depth].index_add_(0, sample_ids_N, outer_N)
                 self.seconds += time.perf_counter() - began
 

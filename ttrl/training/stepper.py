@@ -1,5 +1,5 @@
 """Take optimizer steps, or skip them: the optimizers of policy and value head, the run's step
-count, and their state on disk.
+count, and their state on disk, with the reward model's.
 """
 
 import math
@@ -23,6 +23,7 @@ from ttrl.training.optimizer.optimizer import (
     make_optimizer,
     tensors_with_parameters,
 )
+from ttrl.training.optimizer.reward_model import RewardModel
 from ttrl.training.optimizer.state import load_state, save_state
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks
@@ -52,6 +53,7 @@ class Stepper:
         here: Ranks,
         state: str | None = None,
         values: ValueTraining | None = None,
+        rewards: RewardModel | None = None,
     ) -> None:
         self._policy = policy
         self._config = config
@@ -63,6 +65,7 @@ class Stepper:
             self.global_step = 0
         """Optimizer steps of the run so far, taken or skipped."""
         self._values = values
+        self._rewards = rewards
         self._skipped = Skipped(config.max_skipped_steps, _skipped_before(state))
 
     @property
@@ -91,6 +94,8 @@ class Stepper:
         rounded once more.
         """
         self.global_step = load_state(folder, self._policy, self.optimizer)
+        if self._rewards is not None:
+            self._rewards.load(folder)
 
     def begin(self, lr_scale: float = 1.0) -> None:
         """Set the step's learning rate. Call it before the step's first backward pass: some
@@ -138,7 +143,7 @@ class Stepper:
         return Taken(lr, norms.get("grad_norm"), norms.get("value_grad_norm"), why)
 
     def save(self, folder: Path) -> None:
-        """Write the state of policy, value head and skipped steps. A collective."""
+        """Write the state of policy, value head, skipped steps and reward model. A collective."""
 
         def beside(temporary: Path) -> None:
             if self._values is not None:
@@ -156,6 +161,8 @@ class Stepper:
             config.state_format,
             beside,
         )
+        if self._rewards is not None:
+            self._rewards.save(folder)
 
     def _step(self, lr_scale: float) -> dict[str, float]:
         norms: dict[str, float] = {}

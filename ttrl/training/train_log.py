@@ -92,11 +92,11 @@ class TrainLog:
             memory_peaks=memory_peaks(self._here.device),
         )
 
-    def close(self) -> None:
-        """Add measurements since the last step to its line, and write it."""
+    def close(self, **results: float) -> None:
+        """Add measurements since the last step, and `results`, to its line, and write it."""
         if self._held is not None:
             parts = (self._held.seconds_by_part or {}) | self._watch.take()
-            self._held = self._held.replace(seconds_by_part=parts)
+            self._held = self._held.replace(seconds_by_part=parts, **results)
             self._write()
 
     def _write(self, durable: bool = True) -> None:

@@ -85,13 +85,19 @@ class WeightSync:
         unpack_experts(model)
         try:
             with KeepDirectWrites(model):
-                worker.reload_weights(weights_iterator=read_weights(worker, folder, memory))
+                worker.reload_weights(weights_iterator=self.ttrl_read_weights(folder, memory))
         except BaseException:
             with set_current_vllm_config(worker.vllm_config):
                 _finish(model, worker.model_config)
             raise
         with set_current_vllm_config(worker.vllm_config):
             pack_again(model)
+
+    def ttrl_read_weights(
+        self, folder: str | None, memory: str | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights to load, under Hugging Face names."""
+        return read_weights(self, folder, memory)
 
     def ttrl_compare_weights(
         self,

@@ -42,7 +42,8 @@ class SyncReport:
     """The way of the weights, after all fallbacks."""
     seconds: float
     """Time for everything, proof and fallback included."""
-    proof: Proof
+    proof: Proof | None
+    """None for a model without anything to compare it with."""
     fell_back: str | None = None
     """Why a reload was followed by a restart, or None."""
     files_because: str | None = None
@@ -50,14 +51,17 @@ class SyncReport:
 
     def facts(self) -> Sync:
         """Return the report as it stands in the markers and in metrics.jsonl."""
+        proof = self.proof
+        if proof is None:
+            return Sync(mode=self.mode, seconds=self.seconds)
         return Sync(
             mode=self.mode,
             seconds=self.seconds,
-            canary_max_difference=self.proof.canary_max_difference,
+            canary_max_difference=proof.canary_max_difference,
             fell_back=self.fell_back,
             files_because=self.files_because,
-            weights_compared=self.proof.compared,
-            weights_unchecked=self.proof.unchecked,
+            weights_compared=proof.compared,
+            weights_unchecked=proof.unchecked,
         )
 
 

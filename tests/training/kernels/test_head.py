@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttrl.training.kernels import head_blocks
 from ttrl.training.kernels.logprobs import HeadOutput, ReferenceHead, run_head
 
 N, D, V = 7, 5, 11
@@ -322,54 +319,6 @@ def assert_same_as_whole(ranks):
             torch.testing.assert_close(
                 ours, (theirs[mine] if number in gradients_of_parts else theirs).detach()
             )
-
-
-class TwoThreads:
-    """The few collectives that a head uses, between two threads."""
-
-    ReduceOp = torch.distributed.ReduceOp
-
-    def __init__(self):
-        self.barrier = threading.Barrier(2, timeout=60)
-        self.sent = [None, None]
-        self.here = threading.local()
-
-    def _exchange(self, x):
-        self.sent[self.here.rank] = x.clone()
-        self.barrier.wait()
-        both = list(self.sent)
-        self.barrier.wait()
-        return both
-
-    def get_world_size(self, group):
-        return 2
-
-    def get_rank(self, group):
-        return self.here.rank
-
-    def all_gather(self, into, x, group):
-        for target, value in zip(into, self._exchange(x), strict=True):
-            target.copy_(value)
-
-    def all_reduce(self, x, op=ReduceOp.SUM, group=None):
-        one, other = self._exchange(x)
-        x.copy_(torch.maximum(one, other) if op == self.ReduceOp.MAX else one + other)
-
-
-def test_a_sharded_vocabulary_gives_the_whole_ones_numbers(monkeypatch):
-    threads = TwoThreads()
-    monkeypatch.setattr(head_blocks, "dist", threads)
-
-    def rank(number):
-        threads.here.rank = number
-        try:
-            return sharded("a group", number)
-        except BaseException:
-            threads.barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(2) as pool:
-        assert_same_as_whole(list(pool.map(rank, range(2))))
 
 
 RANKS = """

@@ -12,6 +12,7 @@ from support.parallel_worker import accumulate
 from support.training_steps import ALONE, distance, group_of_one, settings_of, tensors_of, trained
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ttrl.costs.storage import state_bytes_each
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.system.files import digest
 from ttrl.training.batches import updates
@@ -48,15 +49,35 @@ def test_what_is_saved_is_restored_bit_for_bit(
         )
 
 
-def test_steps_go_on_as_if_nothing_had_happened(model_folder, packed, tmp_path):
-    whole, _ = trained(model_folder(), packed, 3)
-    policy, optimizer = trained(model_folder(), packed, 1)
-    save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
-    resumed, again = trained(model_folder(), packed, 0, state=tmp_path / "state")
+OPTIMIZERS = {
+    "adamw": ({}, 8),
+    "sgd": ({"optimizer": "sgd"}, 0),
+    "sgd-momentum": ({"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1}, 4),
+    "rmsprop": ({"optimizer": "rmsprop", "weight_decay": 0.1}, 4),
+    "rmsprop-momentum": ({"optimizer": "rmsprop", "momentum": 0.9}, 8),
+}
+"""Settings, and bytes of state for each parameter."""
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("state_format", ["whole", "sharded"])
+def test_steps_go_on_as_if_nothing_had_happened(
+    optimizer_name, state_format, model_folder, packed, tmp_path
+):
+    """… and the state on disk is as large as a plan says."""
+    settings, each = OPTIMIZERS[optimizer_name]
+    assert state_bytes_each(settings_of(model_folder(), **settings)) == each
+    whole, _ = trained(model_folder(), packed, 3, **settings)
+    policy, optimizer = trained(model_folder(), packed, 1, **settings)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE, state_format)
+    stored = sum(path.stat().st_size for path in (tmp_path / "state").glob("*.safetensors"))
+    numbers = sum(parameter.numel() for parameter in policy.parameters())
+    assert each * numbers <= stored < each * numbers + 200 * (3 * len(list(policy.parameters())))
+    resumed, again = trained(model_folder(), packed, 0, state=tmp_path / "state", **settings)
     for name, parameter in resumed.parameters_by_name().items():
         parameter.data.copy_(policy.parameters_by_name()[name])
     (step,) = updates(packed, 1, (0, 1), ALONE)
-    config = settings_of(model_folder(), lr=1e-3)
+    config = settings_of(model_folder(), lr=1e-3, **settings)
     for number in (1, 2):
         accumulate(resumed, step, config, ALONE)
         clip_and_step(resumed, again, config, number)
@@ -100,20 +121,14 @@ def test_frozen_parameters_have_no_state(model_folder, packed, tmp_path):
     assert load_state(tmp_path / "state", policy, optimizer) == 1
 
 
-def test_sgd_has_no_state_but_the_step(model_folder, packed, tmp_path):
-    policy, optimizer = trained(model_folder(), packed, 1, optimizer="sgd")
-    for state_format in ("whole", "sharded"):
-        save_state(tmp_path / state_format, policy, optimizer, 4, ALONE, state_format)
-        assert load_state(tmp_path / state_format, policy, optimizer) == 4
-
-
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
 def test_a_state_of_another_model_or_optimizer_is_named(
-    state_format, model_folder, packed, tmp_path
+    state_format, model_folder, packed, tmp_path, files_of_at_most
 ):
     policy, optimizer = trained(model_folder("qwen2"), packed, 1)
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE, state_format)
-    for family, settings in (("qwen2-tied", {}), ("qwen3", {}), ("qwen2", {"optimizer": "sgd"})):
+    others = ({"optimizer": "sgd"}, {"optimizer": "rmsprop"})
+    for family, settings in (("qwen2-tied", {}), ("qwen3", {}), *(("qwen2", o) for o in others)):
         with pytest.raises(
             RunFolderError,
             match=r"belongs to another model or optimizer: .* names differ, the first is",
@@ -153,21 +168,16 @@ def test_damage_is_named(state_format, model_folder, packed, tmp_path):
 
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
 def test_a_state_is_replaced_as_a_whole_or_not_at_all(
-    state_format, model_folder, packed, tmp_path, monkeypatch
+    state_format, model_folder, packed, tmp_path, files_of_at_most
 ):
     policy, optimizer = trained(model_folder(), packed, 1)
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE, "whole")
     before = digest(tmp_path / "state" / "optimizer.safetensors")
 
-    def full(*_args, **_options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("ttrl.training.optimizer.state.write_tensors", full)
-    with pytest.raises(StorageError, match="could not write"):
+    with files_of_at_most(100), pytest.raises(StorageError, match="could not write"):
         save_state(tmp_path / "state", policy, optimizer, 2, ALONE, state_format)
     assert digest(tmp_path / "state" / "optimizer.safetensors") == before
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
-    monkeypatch.undo()
     save_state(tmp_path / "state", policy, optimizer, 3, ALONE, state_format)
     assert load_state(tmp_path / "state", policy, optimizer) == 3
     assert (tmp_path / "state" / "optimizer.safetensors").exists() == (state_format == "whole")

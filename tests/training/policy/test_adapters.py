@@ -2,9 +2,9 @@
 never stopped.
 """
 
+import dataclasses
 import json
 import math
-import runpy
 import shutil
 import subprocess
 import sys
@@ -22,11 +22,13 @@ from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError
+from ttrl.facts import parse
+from ttrl.records import Canary
 from ttrl.server.model_folder import merge_adapter
 from ttrl.system.files import read_jsonl
 from ttrl.training.batches import updates
 from ttrl.training.checkpoints import save_checkpoint
-from ttrl.training.merge import merge
+from ttrl.training.merge import main, merge
 from ttrl.training.optimizer.optimizer import clip_and_step, make_optimizer
 from ttrl.training.optimizer.state import load_state, save_state, state_tensors
 from ttrl.training.policy.adapters import base_folder
@@ -93,15 +95,12 @@ def test_there_and_back(family, settings, model_folder, tmp_path):
     ("family", "settings"), [*CASES, ("phi3", {"checkpoint_dtype": "bf16"})], ids=str
 )
 @pytest.mark.parametrize("shard", [5 * 10**9, 20_000])
-def test_merging_later_gives_the_same_files(
-    family, settings, shard, model_folder, tmp_path, monkeypatch
-):
+def test_merging_later_gives_the_same_files(family, settings, shard, model_folder, tmp_path):
     """An adapter alone is merged when somebody needs the weights: the same bytes as if it had been
     written with them.
 
     Long for the other pairs: only these combine a family with a kind that another pair has.
     """
-    monkeypatch.setattr("ttrl.training.checkpoints.MAX_SHARD_BYTES", shard)
     settings, dtype = (
         {k: v for k, v in settings.items() if k != "checkpoint_dtype"},
         settings.get("checkpoint_dtype", "fp32"),
@@ -112,7 +111,7 @@ def test_merging_later_gives_the_same_files(
         how = {"checkpoint_dtype": dtype, "max_shard_bytes": shard, "config": config}
         save_checkpoint(tmp_path / name, policy, model_folder(family), ALONE, **how)
     assert not list((tmp_path / "later").glob("*.safetensors"))
-    merge(tmp_path / "later")
+    merge(tmp_path / "later", max_shard_bytes=shard)
     one, other = (
         {
             str(path.relative_to(folder)): path.read_bytes()
@@ -121,34 +120,27 @@ def test_merging_later_gives_the_same_files(
         }
         for folder in (tmp_path / "at once", tmp_path / "later")
     )
-    assert (
-        json.loads(one.pop("canary.json")).items() >= json.loads(other.pop("canary.json")).items()
-    )
+    canary, unmerged = (parse(Canary, files.pop("canary.json")) for files in (one, other))
+    assert dataclasses.replace(canary, weights={}, files={}) == unmerged
     assert one == other
 
 
-def test_merging_in_a_process_of_its_own(model_folder, tmp_path, monkeypatch, capsys):
+def test_merging_in_a_process_of_its_own(model_folder, tmp_path, capsys):
     """Its command, run here: a process takes ten seconds to start. A run that starts one:
     tests/e2e/test_lora.py.
     """
 
     def here(command, **_):
         assert command[:3] == [sys.executable, "-m", "ttrl.training.merge"]
-        monkeypatch.setattr(sys, "argv", command[2:])
-        monkeypatch.delitem(sys.modules, "ttrl.training.merge", raising=False)
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module("ttrl.training.merge", run_name="__main__")
-        return subprocess.CompletedProcess(
-            command, ended.value.code, stderr=capsys.readouterr().err
-        )
+        code = main(command[3:])
+        return subprocess.CompletedProcess(command, code, stderr=capsys.readouterr().err)
 
-    monkeypatch.setattr(subprocess, "run", here)
     base = shutil.copytree(model_folder(), tmp_path / "base")
     policy, _ = saved(base, tmp_path / "out", lora_merge=False)
     base = base.rename(tmp_path / "moved")
     with pytest.raises(ModelFolderError, match="but that does not exist; give its new place"):
-        merge_adapter(tmp_path / "out")
-    merge_adapter(tmp_path / "out", base)
+        merge_adapter(tmp_path / "out", run=here)
+    merge_adapter(tmp_path / "out", base, run=here)
     assert (
         logprobs(load_policy_in(tmp_path / "out", torch.float32)) - logprobs(policy)
     ).abs().max() < 2e-5

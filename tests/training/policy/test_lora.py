@@ -220,7 +220,7 @@ def test_sharding_over_one_process_changes_nothing(kind, shared, model_folder, p
         model_folder(), lora_kind=kind, lora_targets=targets, activation_checkpointing=True
     )
     alone = load_policy(config, ALONE)
-    with group_of_one() as here, pytest.MonkeyPatch.context() as patch:
+    with group_of_one() as here:
 
         def over_one(policy, config, here, between):
             if shared:
@@ -228,8 +228,7 @@ def test_sharding_over_one_process_changes_nothing(kind, shared, model_folder, p
             between()
             sharding.apply_fsdp(policy, policy.decoder.layers, config, here)
 
-        patch.setattr("ttrl.training.policy.loading.shard", over_one)
-        policy = load_policy(config, here)
+        policy = load_policy(config, here, spread=over_one)
         for name, whole in policy.full_weights().items():
             assert torch.equal(whole, alone.parameters_by_name()[name]), name
         for one in (policy, alone):
@@ -331,15 +330,14 @@ def test_a_base_in_bf16_is_half_as_large_and_computes_what_autocast_does(
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_the_stream_between_layers_is_fp32(sharded, model_folder, packed, monkeypatch):
+def test_the_stream_between_layers_is_fp32(sharded, model_folder, packed):
     """… whether parameters are gathered in bf16 or not."""
     settings, seen = settings_of(model_folder(), dtype="bf16"), []
     as_on_cuda = gathered_precision(settings, torch.device("cuda"))
-    monkeypatch.setattr(sharding, "gathered_precision", lambda *_: as_on_cuda)
     with group_of_one() if sharded else contextlib.nullcontext(ALONE) as here:
         policy = load_policy(settings, ALONE)
         if sharded:
-            sharding.apply_fsdp(policy, policy.decoder.layers, settings, here)
+            sharding.apply_fsdp(policy, policy.decoder.layers, settings, here, as_on_cuda)
         for layer in policy.decoder.layers:
             layer.register_forward_hook(
                 lambda _, inputs, out: seen.extend([inputs[0].dtype, out.dtype])

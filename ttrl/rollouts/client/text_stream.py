@@ -12,7 +12,16 @@ from ttrl.rollouts.client.attempts import STREAM_INTERVAL
 from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB
 from ttrl.rollouts.client.stream import broken_stream, read_events
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import Answer, Usage, encoded, failure, loads
+from ttrl.rollouts.client.wire import (
+    Answer,
+    Chunk,
+    ChunkChoice,
+    Delta,
+    Usage,
+    encoded,
+    failure,
+    loads,
+)
 
 
 class Piece(msgspec.Struct):
@@ -73,13 +82,16 @@ async def ask(
     on_tokens: Callable[[int], None],
     cut: asyncio.Event | None,
     stall_timeout: float,
+    ends: Callable[[Piece], bool] | None = None,
 ) -> Piece:
-    """Make one attempt; streamed only if it may be cut. `body` asks for token ids, one choice.
+    """Make one attempt; streamed only if it may be cut or ended. `body` asks for token ids, one
+    choice.
 
-    stall_timeout: seconds without news in a started stream. Raises RequestError.
+    stall_timeout: seconds without news in a started stream. ends: sees the piece after each token,
+    and tells whether to end it there. Raises RequestError, and the exceptions of `ends`.
     """
     piece = Piece()
-    if cut is None:
+    if cut is None and ends is None:
         _add(piece, await transport.post("/completions", body), transport, on_tokens)
         if piece.finish_reason is None:
             raise RequestError(
@@ -90,12 +102,13 @@ async def ask(
         **body,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "stream_interval": STREAM_INTERVAL,
+        "stream_interval": STREAM_INTERVAL if ends is None else 1,
     }
 
     def take(data: bytes) -> bool:
+        had = len(piece.token_ids)
         _add(piece, data, transport, on_tokens)
-        return False
+        return ends is not None and len(piece.token_ids) > had and ends(piece)
 
     events = await read_events(
         transport, "/completions", streamed, take, piece, stall_timeout=stall_timeout, cut=cut
@@ -107,7 +120,7 @@ async def ask(
 
 def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logprobs: bool) -> Answer:
     """Return a text completion in the form of a chat completion."""
-    entries = [_entry(*pair) for pair in zip(piece.tokens, piece.logprobs, strict=True)]
+    entries = _entries(piece)
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": piece.text},
@@ -128,6 +141,19 @@ def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logpro
         cached_tokens=piece.cached_tokens,
         completion_tokens=len(piece.token_ids),
     )
+
+
+def chat_chunk(piece: Piece, first: int, text: str, logprobs: bool) -> Chunk:
+    """Return the tokens from `first` on, and their text, in the form of a chat stream's chunk."""
+    part = ChunkChoice(delta=Delta(content=text), token_ids=piece.token_ids[first:])
+    if logprobs:
+        part.raw_logprobs = msgspec.Raw(encoded({"content": _entries(piece, first)}))
+    return Chunk(choices=[part])
+
+
+def _entries(piece: Piece, first: int = 0) -> list[JsonObject]:
+    pairs = zip(piece.tokens[first:], piece.logprobs[first:], strict=True)
+    return [_entry(*pair) for pair in pairs]
 
 
 def _entry(token: str, logprob: float) -> JsonObject:

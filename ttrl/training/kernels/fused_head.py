@@ -111,7 +111,11 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def measure(
-    raw_nV: Tensor, labels_n: Tensor, temperature: float, soft_cap: float | None
+    raw_nV: Tensor,
+    labels_n: Tensor,
+    temperature: float,
+    soft_cap: float | None,
+    block: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log Σ exp z, entropy and z of the label, [n] each, of this part of the vocabulary.
     labels: columns in it; others are those of other parts."""
@@ -121,7 +125,7 @@ def measure(
     if len(raw_nV):
         measure_kernel[(len(raw_nV),)](
             raw_nV, labels_n, normaliser, entropy, of_label, raw_nV.shape[1], raw_nV.stride(0),
-            soft_cap or 1.0, temperature, CAPPED=soft_cap is not None, BLOCK=BLOCK, num_warps=WARPS,
+            soft_cap or 1.0, temperature, CAPPED=soft_cap is not None, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
     return normaliser, entropy, of_label
 
@@ -134,14 +138,15 @@ def gradient(
     upstream: tuple[Tensor, Tensor | None],
     temperature: float,
     soft_cap: float | None,
+    block: int = BLOCK,
 ) -> None:
     """Write ∂loss/∂raw into `out`, possibly `raw` itself. known: log Σ exp z and entropy, of the
     whole vocabulary. upstream: ∂loss/∂ of log-probability and entropy."""
     of_logprobs, of_entropy = (None if x is None else x.float().contiguous() for x in upstream)
     n, V = raw_nV.shape
     if n:
-        gradient_kernel[(n, triton.cdiv(V, BLOCK))](
+        gradient_kernel[(n, triton.cdiv(V, block))](
             raw_nV, out_nV, labels_n, *known, of_logprobs, of_entropy, V, raw_nV.stride(0),
             out_nV.stride(0), soft_cap or 1.0, temperature, CAPPED=soft_cap is not None,
-            ENTROPY=of_entropy is not None, BLOCK=BLOCK, num_warps=WARPS,
+            ENTROPY=of_entropy is not None, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ttrl.data.packing.masks import free_to_look
+from ttrl.training.kernels import head_blocks
 from ttrl.training.kernels.head_blocks import (
     Distribution,
     Gradients,
@@ -35,7 +36,6 @@ from ttrl.training.kernels.head_blocks import (
     HeadWeights,
     VocabShards,
     add_weight_gradient,
-    fused_kernels,
 )
 
 IGNORE = -100  # the label of untrained positions, as everywhere in PyTorch
@@ -181,7 +181,7 @@ class _Task:
         if (
             self.reference is None
             and self.dtype is torch.bfloat16
-            and fused_kernels(buffer) is not None
+            and head_blocks.fused_kernels(buffer) is not None
         ):
             buffer = torch.empty_like(buffer, dtype=torch.float32)  # without copying them
         spare = None if other is None else torch.empty_like(buffer)

@@ -1,14 +1,14 @@
 """Compute advantages of single tokens, from log-probabilities or values, once per iteration: new
 `advantages` for the packed rows.
 
-implicit   β·(log π - log π_ref) of each token as its reward, baseline and outcome by leave-one-out
-           in the group (PRIME)
+implicit   β·(log π_φ - log π_ref) of each token as its reward, baseline and outcome by
+           leave-one-out in the group (PRIME)
 KL         -β·k of each token as its reward, on top of the existing advantages
 GAE        advantages and returns from a value head, with the graders' rewards
 
 All take the rows of the *whole* iteration: a task's samples lie in any of them. Log-probabilities
-are the trainer's at the start of the iteration, of labels; other positions are ignored. R rows, T
-positions.
+are of labels, the trainer's at the start of the iteration or the reward model's; other positions
+are ignored. R rows, T positions.
 """
 
 import itertools
@@ -45,10 +45,8 @@ def implicit_advantages(
     arXiv 2502.01456); 0 at untrained positions. The formula:
     `ttrl.data.token_advantages.implicit_reward_advantages`.
 
-    PRIME trains a reward model φ next to the policy, on the outcomes. Here the policy itself stands
-    for φ: this saves a model, and the process rewards come from a policy trained on these outcomes.
-    If policy and reference are the same model, they are 0 and only leave-one-out advantages are
-    left. The advantages in the rows take no part.
+    logprobs: the reward model's. Where it equals the reference, as in a run's first step, only
+    leave-one-out advantages are left. The advantages in the rows take no part.
 
     Raises PackError if a log-probability of a label is unknown.
     """

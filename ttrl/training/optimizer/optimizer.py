@@ -91,7 +91,15 @@ Optimizer = torch.optim.Optimizer | OptimizerInBackward
 def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     if config.optimizer == "sgd":
         # The fused one knows no sharded parameters.
-        return functools.partial(torch.optim.SGD, lr=config.lr)
+        return functools.partial(torch.optim.SGD, lr=config.lr, momentum=config.momentum)
+    if config.optimizer == "rmsprop":
+        return functools.partial(
+            torch.optim.RMSprop,
+            lr=config.lr,
+            alpha=config.beta2,
+            eps=config.eps,
+            momentum=config.momentum,
+        )
     kind: Callable[..., torch.optim.Optimizer]
     if config.optimizer == "adamw_8bit":
         from torchao.optim import AdamW8bit

@@ -6,7 +6,9 @@
               whole, for models with a state too large for one rank; no pickle, unlike
               torch.distributed.checkpoint: pickles can run code
 
-Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step", next to state.json: in fp32, or moments
+Both hold the optimizer's tensors, next to state.json: of AdamW "NAME.exp_avg", "NAME.exp_avg_sq"
+and "NAME.step"; of RMSprop "NAME.square_avg" and "NAME.step"; with momentum, RMSprop and SGD also
+"NAME.momentum_buffer"; on request "NAME.value", the parameter itself. They are in fp32, or moments
 of 8 bits as they are, with "NAME.exp_avg_scale", a number for each block of 256. If parts of
 several processes end inside of blocks, moments of 8 bits are written in fp32, and rounded once more
 when loaded: the largest of a block can come back smaller by 0.7%.
@@ -40,7 +42,10 @@ from ttrl.training.parallel.sharding import (
 )
 from ttrl.training.policy.policy import Policy
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_ADAM = ("exp_avg", "exp_avg_sq")
+_MOMENTUM = "momentum_buffer"
+_STEP = "step"
+_VALUE = "value"
 _SCALE = "_scale"  # behind a moment's name
 # torchao's block: numbers with one scale, in a part held in 8 bits.
 _BLOCK = 256
@@ -64,14 +69,25 @@ def _optimizer_of(
     return optimizer, parameter
 
 
-def _moments(optimizer: Optimizer) -> tuple[str, ...]:
+def _one_of(optimizer: Optimizer) -> torch.optim.Optimizer:
     if isinstance(optimizer, OptimizerInBackward):
-        one = next(iter(optimizer.by_parameter.values()))
-    else:
-        one = optimizer
-    if isinstance(one, torch.optim.SGD):
-        return ()
-    return _MOMENTS
+        return next(iter(optimizer.by_parameter.values()))
+    return optimizer
+
+
+def _moments(optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the names of the tensors of a parameter's shape in the optimizer's state."""
+    one = _one_of(optimizer)
+    if not isinstance(one, torch.optim.SGD | torch.optim.RMSprop):
+        return _ADAM
+    found = ("square_avg",) if isinstance(one, torch.optim.RMSprop) else ()
+    if one.defaults["momentum"]:
+        return (*found, _MOMENTUM)
+    return found
+
+
+def _counts_steps(optimizer: Optimizer) -> bool:
+    return not isinstance(_one_of(optimizer), torch.optim.SGD)
 
 
 def _plain(moment: Tensor) -> Tensor:
@@ -80,6 +96,16 @@ def _plain(moment: Tensor) -> Tensor:
     if isinstance(local, OptimState8bit):
         return _sharded_as(moment, local.dequantize())
     return moment
+
+
+def rounded_to_8_bits(moment: Tensor, signed: bool) -> Tensor:
+    """Return a moment as `adamw_8bit` would hold it: small tensors stay in fp32."""
+    if moment.numel() < _SMALLEST or moment.numel() % _BLOCK:
+        return moment.float()
+    codes = OptimState8bit.zeros(moment.shape, signed, _BLOCK, moment.device)
+    codes.copy_(moment.float())
+    rounded: Tensor = codes.dequantize()
+    return rounded
 
 
 def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
@@ -133,12 +159,14 @@ def _as_stored(name: str, moment: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def state_tensors(
-    policy: Policy, optimizer: Optimizer, as_stored: bool = False
+    policy: Policy, optimizer: Optimizer, as_stored: bool = False, weights: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ("NAME.PART", tensor) of all trained parameters, sharded as the parameters are: in
-    fp32, or as they are stored. Zeros if no step was taken yet."""
+    fp32, or as they are stored. Zeros if no step was taken yet. weights: the parameters, too."""
     moments = _moments(optimizer)
     for name, parameter in policy.parameters_by_name().items():
+        if parameter.requires_grad and weights:
+            yield f"{name}.{_VALUE}", parameter.detach()
         if not (parameter.requires_grad and moments):
             continue
         owner, key = _optimizer_of(optimizer, parameter)
@@ -153,11 +181,13 @@ def state_tensors(
                 if as_stored
                 else [(f"{name}.{moment}", _plain(value))]
             )
-        if "step" in state:
-            step = full_tensor(state["step"])
+        if not _counts_steps(optimizer):
+            continue
+        if _STEP in state:
+            step = full_tensor(state[_STEP])
         else:
             step = torch.zeros(())
-        yield f"{name}.step", step.cpu().reshape(1).clone()
+        yield f"{name}.{_STEP}", step.cpu().reshape(1).clone()
 
 
 def save_state(
@@ -168,16 +198,15 @@ def save_state(
     ranks: Ranks,
     state_format: str = "auto",
     beside: Callable[[Path], None] = lambda _: None,
+    *,
+    weights: bool = False,
 ) -> None:
     """Write the state and state.json, atomically as one folder. A collective. state_format: as in
-    TrainingConfig. beside: writes the folder's other files; called on the first rank. Raises
-    StorageError.
+    TrainingConfig. beside: writes the folder's other files; called on the first rank. weights: with
+    the trained parameters. Raises StorageError.
     """
-    if isinstance(optimizer, OptimizerInBackward):
-        one = next(iter(optimizer.by_parameter.values()))
-    else:
-        one = optimizer
-    each = 2 * (1 if isinstance(one, AdamW8bit) else 4)
+    bytes_of_moment = 1 if isinstance(_one_of(optimizer), AdamW8bit) else 4
+    each = len(_moments(optimizer)) * bytes_of_moment + 4 * weights
     size = sum(
         each * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad
     )
@@ -186,14 +215,14 @@ def save_state(
     ):
         _save_sharded(
             Path(folder),
-            state_tensors(policy, optimizer, as_stored=True),
+            state_tensors(policy, optimizer, as_stored=True, weights=weights),
             global_step,
             ranks,
             beside,
         )
         return
     tensors: dict[str, Tensor] = {}
-    for name, tensor in state_tensors(policy, optimizer, as_stored=True):
+    for name, tensor in state_tensors(policy, optimizer, as_stored=True, weights=weights):
         whole = gather_whole(tensor, ranks)
         if whole is not None:
             tensors[name] = whole.cpu().contiguous()
@@ -274,10 +303,12 @@ def _write_parts(folder: Path, ranks: Ranks, tensors: Iterable[tuple[str, Tensor
     (folder / f"{stem}.json").write_text(json_text(table), encoding="utf-8")
 
 
-def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
+def load_state(
+    folder: str | Path, policy: Policy, optimizer: Optimizer, *, weights: bool = False
+) -> int:
     """Restore a state of `save_state`, in either format, from any number of ranks; returns the
-    global step. Raises RunFolderError if the state is missing, damaged, or of another model or
-    optimizer.
+    global step. weights: it holds the trained parameters. Raises RunFolderError if the state is
+    missing, damaged, or of another model or optimizer.
     """
     folder = Path(folder)
     try:
@@ -290,7 +321,7 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
                     "can run code; leave state out to start the optimizer from zero, or train one "
                     "more iteration with that ttrl and state_format 'whole'"
                 )
-            _load_sharded(folder, int(header["ranks"]), policy, optimizer)
+            _load_sharded(folder, int(header["ranks"]), policy, optimizer, weights)
         else:
             with safe_open(folder / "optimizer.safetensors", framework="pt") as stored:
                 names = stored.keys()
@@ -299,6 +330,7 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
                     policy,
                     optimizer,
                     {name: tuple(stored.get_slice(name).get_shape()) for name in names},
+                    weights,
                 )
                 parameters = policy.parameters_by_name()
                 for name in (name for name in names if not name.endswith(_SCALE)):
@@ -326,7 +358,9 @@ class _Stored(NamedTuple):
     """The open file, and its part's offset in the whole."""
 
 
-def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer) -> None:
+def _load_sharded(
+    folder: Path, ranks: int, policy: Policy, optimizer: Optimizer, weights: bool
+) -> None:
     stored: dict[str, _Stored] = {}
     with contextlib.ExitStack() as stack:
         for rank in range(ranks):
@@ -337,7 +371,8 @@ def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer
                     name, _Stored(_DTYPES[part["dtype"]], torch.Size(part["shape"]), [])
                 )
                 one.parts.append((file, part["start"]))
-        _check(folder, policy, optimizer, {name: tuple(one.shape) for name, one in stored.items()})
+        shapes = {name: tuple(one.shape) for name, one in stored.items()}
+        _check(folder, policy, optimizer, shapes, weights)
         parameters = policy.parameters_by_name()
         for name in (name for name in stored if not name.endswith(_SCALE)):
             if name + _SCALE in stored:
@@ -396,7 +431,7 @@ def _room_for(
         raise ValueError(
             f"{name} has {entry.shape.numel()} numbers, but its parameter {parameter.numel()}"
         )
-    if part == "step" or not isinstance(parameter, DTensor) or not parts_fit:
+    if part == _STEP or not isinstance(parameter, DTensor) or not parts_fit:
         return torch.zeros(entry.shape, dtype=entry.dtype)
     if entry.shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
@@ -407,7 +442,11 @@ def _room_for(
 
 
 def _check(
-    folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]]
+    folder: Path,
+    policy: Policy,
+    optimizer: Optimizer,
+    shapes: Mapping[str, tuple[int, ...]],
+    weights: bool,
 ) -> None:
     """Raise RunFolderError if the stored names and shapes are not those of this policy and
     optimizer.
@@ -415,10 +454,11 @@ def _check(
     shapes = {name: shape for name, shape in shapes.items() if not name.endswith(_SCALE)}
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in policy.parameters_by_name().items():
+        if parameter.requires_grad and weights:
+            wanted[f"{name}.{_VALUE}"] = tuple(parameter.shape)
         if parameter.requires_grad and _moments(optimizer):
-            wanted |= {
-                f"{name}.{moment}": tuple(parameter.shape) for moment in _moments(optimizer)
-            } | {f"{name}.step": (1,)}
+            wanted |= {f"{name}.{moment}": tuple(parameter.shape) for moment in _moments(optimizer)}
+            wanted |= {f"{name}.{_STEP}": (1,)} if _counts_steps(optimizer) else {}
     if wanted.keys() != shapes.keys():
         odd = sorted(wanted.keys() ^ shapes.keys())
         raise RunFolderError(
@@ -446,11 +486,18 @@ def _restore(
     """
     name, _, part = entry.rpartition(".")
     parameter = parameters[name]
+    if part == _VALUE:
+        if isinstance(value, DTensor):
+            local_part(parameter).copy_(local_part(value))
+        else:
+            copy_whole(parameter, value)
+        return
     owner, key = _optimizer_of(optimizer, parameter)
     state = owner.state[key]
-    if part == "step":
-        eight_bit = isinstance(owner, AdamW8bit)
-        state["step"] = value.reshape(()).to("cpu" if eight_bit else key.device, copy=True)
+    if part == _STEP:
+        # Only fused optimizers count on the device.
+        place = key.device if owner.defaults.get("fused") else "cpu"
+        state[_STEP] = value.reshape(()).to(place, copy=True)
         return
     signed = part == "exp_avg"
     state[part] = (

@@ -34,6 +34,7 @@ from ttrl.configs.recipe import STORE_VARIABLE, read_settings
 from ttrl.errors import ConfigError, TtrlError
 from ttrl.families.values import model_settings
 from ttrl.system.files import read_object
+from ttrl.system.memory_limit import memory_bytes
 
 C = TypeVar("C", bound=TrainingConfig)
 
@@ -55,6 +56,8 @@ class Ranks:
     tensor_ranks: int = 1
     host_group: distributed.ProcessGroup | None = None
     """All processes, over gloo: for tensors in the CPU's memory. None without a process group."""
+    memory: Callable[[], tuple[float, float]] = memory_bytes
+    """Returns the machine's total and free memory in bytes."""
 
     @property
     def is_first(self) -> bool:
@@ -85,6 +88,14 @@ class Ranks:
             return values
         total = values.clone()
         distributed.all_reduce(total, group=self.data_group)
+        return total
+
+    def sum_of_all(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all processes, on every one; `values` is not modified."""
+        if self.processes == 1:
+            return values
+        total = values.clone()
+        distributed.all_reduce(total)
         return total
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -239,10 +250,13 @@ def seconds_to_wait(config: TrainingConfig) -> int:
 
 
 @contextlib.contextmanager
-def ranks(config: TrainingConfig) -> Iterator[Ranks]:
+def ranks(
+    config: TrainingConfig,
+    init_group: Callable[..., None] = distributed.init_process_group,
+) -> Iterator[Ranks]:
     """Join the process group described by torchrun's environment, if any, and leave it at the end.
     Raises ConfigError with all conflicts between the device, the number of processes and the
-    model's shape, before anything is loaded.
+    model's shape, before anything is loaded. init_group: joins the group.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     wanted = _device_for(config, world_size)
@@ -264,7 +278,7 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
         backend = "cuda:nccl,cpu:gloo"
     timeout = timedelta(seconds=config.collective_timeout or seconds_to_wait(config))
     join = functools.partial(
-        distributed.init_process_group,
+        init_group,
         backend,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ttrl.errors import StorageError
-from ttrl.system.memory_limit import memory_bytes
 from ttrl.training.parallel.distributed import Ranks
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,8 @@ class HostMemory:
         self._here.barrier()  # others on this machine have let theirs go
         problem = ""
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if wanted and (missing := size * processes - (memory_bytes()[1] - _SPARE)) > 0:
+        missing = size * processes - (self._here.memory()[1] - _SPARE)
+        if wanted and missing > 0:
             problem = (
                 f"{size * processes / 2**30:.1f} GiB of the CPU's memory are needed for "
                 f"{processes} "

@@ -351,13 +351,22 @@ def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPre
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
-def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ranks) -> None:
-    """Shard each layer, and the root's remaining parameters, over the data ranks (FSDP2)."""
+def apply_fsdp(
+    policy: nn.Module,
+    layers: Any,
+    config: TrainingConfig,
+    here: Ranks,
+    precision: MixedPrecisionPolicy | None = None,
+) -> None:
+    """Shard each layer, and the root's remaining parameters, over the data ranks (FSDP2).
+
+    precision: default `gathered_precision`.
+    """
     assert here.mesh is not None
     shard = functools.partial(
         fully_shard,
         mesh=here.mesh[DATA],
-        mp_policy=gathered_precision(config, here.device),
+        mp_policy=precision or gathered_precision(config, here.device),
         offload_policy=CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
     )
     for layer in layers:

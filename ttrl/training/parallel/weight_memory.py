@@ -34,7 +34,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ttrl.errors import StorageError
 from ttrl.records import WeightPart
-from ttrl.system.memory_limit import memory_bytes
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import local_part
 
@@ -159,7 +158,7 @@ class WeightMemory:
             self._descriptor = os.memfd_create("ttrl-weights", os.MFD_CLOEXEC)
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
             try:
-                if size > memory_bytes()[1]:  # the kernel would end some process for it
+                if size > self.here.memory()[1]:  # the kernel would end some process for it
                     raise OSError(0, "not enough memory is free")
                 os.posix_fallocate(self._descriptor, 0, size)
             except OSError as error:
@@ -210,11 +209,11 @@ def _narrowed(whole: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> T
     return whole
 
 
-def _copy(part: Tensor, target: Tensor) -> bytes:
+def _copy(part: Tensor, target: Tensor, piece_bytes: int = _PIECE) -> bytes:
     """Copy a part to its place, some rows at a time; return the SHA-256 of its bytes."""
     digest = hashlib.sha256()
     on_gpu = part.device.type == "cuda"
-    rows = max(1, _PIECE // max(1, target[:1].nbytes))
+    rows = max(1, piece_bytes // max(1, target[:1].nbytes))
     room = torch.empty(
         (min(rows, len(part)), *part.shape[1:]), dtype=target.dtype, pin_memory=on_gpu
     )

@@ -11,6 +11,7 @@ random state is stored; but adapters may have.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -52,14 +53,16 @@ def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
         layers[number] = wrap(layers[number])
 
 
-def offload_activations(decoder: Any) -> None:
+def offload_activations(
+    decoder: Any, make: Callable[[], AbstractContextManager[Any]] = OffloadActivations
+) -> None:
     """Move the layers' saved activations to pinned CPU memory during the forward pass, and back
     shortly before the backward pass needs them (torchtune's OffloadActivations on a separate
     stream; it cannot be created on a machine without a GPU). The head's saved tensors stay: it
-    takes gradients in its forward pass.
+    takes gradients in its forward pass. make: makes what moves them.
     """
     hidden_states: Callable[..., Tensor] = decoder.hidden_states
-    offloading = OffloadActivations()
+    offloading = make()
 
     def offloaded(*inputs: Any, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():

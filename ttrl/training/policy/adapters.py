@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -208,7 +208,7 @@ def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
     if folder.is_dir():
         _load(folder, policy, base)
     else:
-        _begin(layers, config.seed)
+        begin_adapters(policy, config.seed)
 
 
 def map_policy(config: TrainingConfig, base: str) -> Policy:
@@ -243,14 +243,14 @@ def map_policy(config: TrainingConfig, base: str) -> Policy:
 
 
 @torch.no_grad()
-def _begin(layers: Mapping[str, AdaptedLinear], seed: int) -> None:
+def begin_adapters(policy: Policy, seed: int, label: str = "lora") -> None:
     """Start an adapter without effect: A uniform within ±1/√D, as peft's, B zero, magnitudes the
-    rows' lengths.
+    rows' lengths. label: sets the draws of A apart from another adapter's.
     """
-    for name, layer in layers.items():
+    for name, layer in adapted(policy).items():
         bound = 1 / math.sqrt(layer.in_features)
         a = (
-            torch.rand(layer.lora_a.shape, generator=derived_generator(seed, "lora", name))
+            torch.rand(layer.lora_a.shape, generator=derived_generator(seed, label, name))
             * 2
             * bound
             - bound

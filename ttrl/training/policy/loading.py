@@ -5,6 +5,8 @@ given memory: each process's own part. Files are mapped, not read: a process tou
 its part, tensor by tensor. A machine holds the model once, for any number of processes.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from ttrl.configs import TrainingConfig
@@ -22,10 +24,15 @@ from ttrl.training.policy.lora import adapted, apply_lora, check_parts, hold_bas
 from ttrl.training.policy.policy import Policy, fill_parameters
 
 
-def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
+def load_policy(
+    config: TrainingConfig, ranks: Ranks, spread: Callable[..., None] = shard
+) -> Policy:
     """Load the policy of `config.model` on this rank's device, sharded if there are several ranks:
     parameters in fp32, a frozen base as `lora_base_dtype` says. Raises ModelFolderError for missing
-    or incomplete folders and unsupported families."""
+    or incomplete folders and unsupported families.
+
+    spread: spreads the policy over the ranks, as `shard` does.
+    """
     base = base_folder(config)
     hf_config = read_config(base, config.decoder)
     with torch.device("meta"):
@@ -54,7 +61,7 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
         if config.activation_checkpointing:
             checkpoint_layers(decoder.layers, config)
 
-    shard(policy, config, ranks, wrap_layers)
+    spread(policy, config, ranks, wrap_layers)
     policy.host_memory = HostMemory(ranks)
     if config.lora_base_dtype == "nf4":
         in_four_bits = adapted(policy)

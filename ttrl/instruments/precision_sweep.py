@@ -1,0 +1,199 @@
+"""Find where precision ends and where linearity ends: one sweep of η in bf16, fp32 and fp64.
+
+Each dtype measures H(θ + ηv) - H(θ) along the same v on the same answers. The first order is that
+of float64. Its relative difference from a measurement has two branches over η: below some η the
+dtype rounds the change away, and above another the second order takes over. Between these two ends
+the difference is at most a tenth.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from matplotlib.figure import Figure
+
+from ttrl.configs import GRPOConfig
+from ttrl.facts import Facts, Number
+from ttrl.instruments.entropy_batch import EntropyBatch
+from ttrl.instruments.linear_response import Response, Vector, linear_regime, moved
+from ttrl.instruments.precision import TORCH_DTYPES, Dtype
+from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.lora import adapted
+
+PRECISION_FACTORS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""The sweep of η, in multiples of the learning rate."""
+TOLERANCE = 0.1
+
+
+class SweepPoint(Facts, omit_defaults=False):
+    """One η of a sweep. `off`: |measured - first order| / |first order|."""
+
+    eta: float
+    measured: float
+    off: float
+
+
+class DtypeSweep(Facts, omit_defaults=False):
+    """The sweep in one dtype, and both ends of the linear regime, in η; None without one."""
+
+    dtype: Dtype
+    device: str
+    points: list[SweepPoint]
+    precision_ends: Number
+    """Below it, rounding."""
+    linearity_ends: Number
+    """Above it, the second order."""
+
+
+class PrecisionSweep(Facts, omit_defaults=False):
+    """The sweeps, the widest dtype last, and the first order per unit of η, in float64."""
+
+    slope: float
+    lr: float
+    sweeps: list[DtypeSweep]
+
+
+def precision_sweep(
+    batches: Iterable[tuple[Dtype, EntropyBatch]],
+    start: Vector,
+    vector: Vector,
+    found: Mapping[str, Any],
+    lr: float,
+) -> PrecisionSweep:
+    """Measure the sweep in each dtype. start, vector: in float64; found: the findings of the study
+    in float64, with its slope, curvature and sweep.
+    """
+    slope = float(found["slope"])
+    etas = sorted(float(one["eta"]) for one in found["sweep"] if one["eta"] > 0)
+    known = {float(one["eta"]): float(one["measured"]) for one in found["sweep"]}
+    sweeps = []
+    for dtype, batch in batches:
+        if dtype == "fp64":
+            measured = {eta: known[eta] for eta in etas}
+        else:
+            measured = _measured(batch, start, vector, etas)
+        sweeps.append(_ends(dtype, batch.device.type, measured, slope))
+    return PrecisionSweep(slope=slope, lr=lr, sweeps=sweeps)
+
+
+def batches_by_dtype(
+    config: GRPOConfig, here: Ranks, origin: Vector, own: EntropyBatch
+) -> Iterator[tuple[Dtype, EntropyBatch]]:
+    """Yield the entropy batch under policies that compute in bf16, fp32 and fp64. origin: the
+    parameters of the sampling policy. own: the batch in fp64.
+    """
+    narrower: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
+    for dtype in narrower:
+        policy = load_policy(dataclasses.replace(config, dtype=dtype), here)
+        for layer in adapted(policy).values():
+            layer.dropout = 0.0
+        held = policy.parameters_by_name()
+        with torch.no_grad():
+            for name, value in origin.items():
+                held[name].copy_(value)
+        yield dtype, own.under(policy)
+    yield "fp64", own
+
+
+def _measured(
+    batch: EntropyBatch, start: Vector, vector: Vector, etas: Iterable[float]
+) -> dict[float, float]:
+    # Parameters are in fp32, as in training; a policy in bf16 rounds them in its products.
+    held = {name: value.to(TORCH_DTYPES["fp32"]) for name, value in start.items()}
+    here = batch.values(held)[0]
+    return {
+        eta: batch.mean(batch.values(held | moved(held, vector, eta))[0] - here).value
+        for eta in etas
+    }
+
+
+def _ends(dtype: Dtype, device: str, measured: Mapping[float, float], slope: float) -> DtypeSweep:
+    responses = [
+        Response(eta, value, math.nan, eta * slope, math.nan, math.nan)
+        for eta, value in measured.items()
+    ]
+    regime = linear_regime(responses, TOLERANCE)
+    points = [SweepPoint(eta=one.eta, measured=one.measured, off=_off(one)) for one in responses]
+    return DtypeSweep(
+        dtype=dtype,
+        device=device,
+        points=points,
+        precision_ends=regime[0] if regime else None,
+        linearity_ends=regime[1] if regime else None,
+    )
+
+
+def _off(one: Response) -> float:
+    if one.first:
+        return abs(one.measured - one.first) / abs(one.first)
+    return math.inf
+
+
+def sweep_text(found: PrecisionSweep) -> str:
+    """Describe the ends, for a terminal."""
+    lines = [
+        "The first order, from the gradient in fp64, is within a tenth of what each dtype measures:"
+    ]
+    for one in found.sweeps:
+        if one.precision_ends is None or one.linearity_ends is None:
+            where = "nowhere in this sweep"
+        else:
+            low = one.precision_ends / found.lr
+            high = one.linearity_ends / found.lr
+            where = f"from {low:.3g} (below: rounding) to {high:.3g} learning rates (above: second "
+            where += "order)"
+        device = {"cpu": "the CPU", "cuda": "a GPU"}[one.device]
+        lines.append(f"  {one.dtype} on {device}: {where}")
+    return "\n".join(lines)
+
+
+def draw_precision(found: PrecisionSweep, path: Path) -> Path:
+    """Draw the relative difference of measurement and first order over η, with both ends of each
+    dtype marked. Returns the path.
+    """
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, one in enumerate(found.sweeps):
+        color = f"C{number}"
+        x = [point.eta / found.lr for point in one.points]
+        axes.plot(x, [point.off for point in one.points], "o-", color=color, label=one.dtype)
+        if one.precision_ends is not None and one.linearity_ends is not None:
+            ends = (one.precision_ends / found.lr, one.linearity_ends / found.lr)
+            height = TOLERANCE * 1.5**number
+            axes.plot(ends, [height, height], "|-", color=color, markersize=14, linewidth=0.8)
+            axes.annotate(
+                f"precision of {one.dtype} ends",
+                (ends[0], height),
+                textcoords="offset points",
+                xytext=(-4, 6),
+                ha="right",
+                fontsize=8,
+                color=color,
+            )
+    axes.axhline(TOLERANCE, color="grey", linewidth=0.6, linestyle="--")
+    widest = found.sweeps[-1].linearity_ends
+    if widest is not None:
+        axes.axvline(widest / found.lr, color="grey", linewidth=0.6)
+        axes.annotate(
+            "linearity ends",
+            (widest / found.lr, 1.0),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            xytext=(-4, -12),
+            ha="right",
+            fontsize=8,
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="η in learning rates",
+        ylabel="|measured δH − η⟨∇H, v⟩| / |η⟨∇H, v⟩|",
+        title="where precision ends (left) and linearity ends (right)",
+    )
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    return path

@@ -1,0 +1,351 @@
+"""Measure what each answer of an update does: to the entropy, and to the log-probability of every
+other answer (`ttrl.instruments.fisher` has the formulas).
+
+Each answer's own part of the update is its force f_j = -∇loss_j, through the recipe's own loss with
+clipping, KL and any objective: Σ_j f_j is the whole gradient. One backward pass gives the force,
+and one the gradient of the answer's entropy. All products with whole vectors are exact; only the
+matrix of pairs is projected, if whole gradients do not fit.
+
+Shapes: N answers of the entropy batch, M of the update, r sums of a projection.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ttrl.instruments.entropy_batch import EntropyBatch
+from ttrl.instruments.fisher import (
+    MOST_WHOLE,
+    Projection,
+    Split,
+    cosines,
+    dot,
+    fit_of,
+    projection_error,
+    projection_of,
+    row_of,
+    score_form,
+    score_split,
+)
+from ttrl.instruments.linear_response import Vector
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """Hold the vector of a step and its linear part: the parameters move by η·(P·gradient + …)."""
+
+    current: Vector
+    """From this step's gradient: P·Σ_j f_j, clipped."""
+    others: Mapping[str, Vector]
+    """The other parts, by name."""
+    preconditioner: Vector
+    """P, with the clipping's factor."""
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Hold the effects of the update's answers on the entropy, per unit of η."""
+
+    split: Split
+    """On the answers of the update itself."""
+    on_entropy: list[float]
+    """On the entropy batch, of each answer of the update [M]: their sum is the part of this step's
+    gradient in ⟨∇H, v⟩."""
+    same_prompt: float
+    """The part of these on answers to the same prompt, if the entropy batch has such answers."""
+    tasks: list[str]
+    """Of each answer of the update [M]: all rows are in this order, by prompt."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the parts of study.json."""
+        whole = math.fsum(self.on_entropy)
+        return {
+            "one_batch": self.split.to_json(),
+            "current": {
+                "same_prompt": self.same_prompt,
+                "other_prompts": whole - self.same_prompt,
+                "by_answer": self.on_entropy,
+                "tasks": self.tasks,
+            },
+        }
+
+
+@dataclass
+class _Rows:
+    """Rows of gradients for the kernel, of one preconditioner."""
+
+    preconditioner: Vector | None
+    projection: Projection | None
+    entropy: list[Tensor] = field(default_factory=list)
+    update: list[Tensor] = field(default_factory=list)
+    forces: list[Tensor] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of the update's answers, as …"""
+    weights: list[float] = field(default_factory=list)
+    """… their importance weights."""
+
+    def __post_init__(self) -> None:
+        scale = self.preconditioner or {}
+        self._roots = {name: one.sqrt() for name, one in scale.items()}
+
+    def row(self, vector: Mapping[str, Tensor]) -> Tensor:
+        return row_of(vector, self.projection, self._roots or None)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Hold the kernel of one preconditioner."""
+
+    cosines: Tensor
+    """Of the gradients of log π, of N answers of the entropy batch and M of the update
+    [N + M, N + M]."""
+    effects: Tensor
+    """K·A by pairs [N, M]: of each force on each log-probability, per unit of η."""
+    moves: Tensor
+    """Their sums over forces [N], exact."""
+    error: float | None
+    """`projection_error` of `effects`; None without a projection."""
+    score_form: float
+    """The effect of the forces on the entropy batch by formula (2), per unit of η, exact."""
+    score_split: Split
+    """The same on the update's own answers, by pairs."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Hold the kernels and the moves of N answers of the entropy batch."""
+
+    kinds: dict[str, Kernel]
+    sums: int | None
+    """r; None: whole gradients."""
+    moves: dict[str, Tensor]
+    """δ log π/η [N] by each part of the vector, exact."""
+
+
+@dataclass
+class Answers:
+    """Take gradients of single answers, at the parameters of the step's start.
+
+    own: the update's answers as an entropy batch. batch: the entropy batch. force: the gradient of
+    an answer's part of the objective, -∇loss_j, by its place in `own`. parameters: those with a
+    gradient.
+    """
+
+    own: EntropyBatch
+    batch: EntropyBatch
+    force: Callable[[int], Vector]
+    parameters: Mapping[str, Tensor]
+    seed: int = 0
+    most_whole: int = MOST_WHOLE
+    """The most numbers of gradients to hold without a projection."""
+
+    def effects(
+        self, slope: Vector, pushed: Pushed, rows: Mapping[str, _Rows] | None = None
+    ) -> Effects:
+        """Split this step's effect. slope: ∇H of the entropy batch."""
+        on_entropy = []
+        tasks = []
+        own = []
+        naive = []
+        prompts = []
+        same_prompt = []
+        measured: dict[str, list[int]] = {}
+        for place, one in enumerate(self.batch.samples):
+            measured.setdefault(one.task_id, []).append(place)
+        for places in self._prompts():
+            force_sum: Vector = {}
+            slope_sum: Vector = {}
+            for place in places:
+                force = _of(self.force(place), self.parameters)
+                part, logprob = self.own.sequence(place)
+                scalars = [part, logprob] if rows else [part]
+                (entropy, *gradient) = self._gradients(scalars)
+                for one in (rows or {}).values():
+                    one.forces.append(one.row(force))
+                    one.update.append(one.row(gradient[0]))
+                    one.logprobs.append(float(logprob.detach()))
+                    one.weights.append(_weight(self.own, place, one.logprobs[-1]))
+                moved = {name: f * pushed.preconditioner[name] for name, f in force.items()}
+                on_entropy.append(dot(slope, moved))
+                tasks.append(self.own.samples[place].task_id)
+                own.append(dot(entropy, moved))
+                naive.append(dot(entropy, pushed.current))
+                _add(force_sum, moved)
+                _add(slope_sum, entropy)
+            prompts.append(dot(slope_sum, force_sum))
+            for place in measured.get(self.own.samples[places[0]].task_id, []):
+                (entropy,) = self._gradients([self.batch.sequence(place)[0]])
+                same_prompt.append(dot(entropy, force_sum))
+        split = Split(
+            own=math.fsum(own),
+            same_prompt=math.fsum(prompts) - math.fsum(own),
+            other_prompts=math.fsum(naive) - math.fsum(prompts),
+            prompts=len(prompts),
+        )
+        return Effects(split, on_entropy, math.fsum(same_prompt), tasks)
+
+    def kernels(
+        self, slope: Vector, pushed: Pushed, count: int, kinds: Mapping[str, Vector | None]
+    ) -> tuple[Effects, Kernels]:
+        """Do the same, and make the kernels of the first `count` answers of the entropy batch.
+        kinds: preconditioners by name; None: none.
+        """
+        count = min(count, len(self.batch.samples))
+        held = len(kinds) * (count + 2 * len(self.own.samples))
+        projection = projection_of(self.parameters, held, self.seed, self.most_whole)
+        rows = {name: _Rows(one, projection) for name, one in kinds.items()}
+        effects = self.effects(slope, pushed, rows)
+        moves: dict[str, list[float]] = {name: [] for name in ("current", *pushed.others)}
+        exact: dict[str, list[float]] = {name: [] for name in kinds}
+        logprobs = []
+        weights = []
+        # Clipped as in the step: the forces themselves are not.
+        gradient = {
+            name: torch.where(p == 0, 0.0, pushed.current[name] / p)
+            for name, p in pushed.preconditioner.items()
+        }
+        for place in range(count):
+            _, logprob = self.batch.sequence(place)
+            logprobs.append(float(logprob.detach()))
+            weights.append(_weight(self.batch, place, logprobs[-1]))
+            (own,) = self._gradients([logprob])
+            moves["current"].append(dot(own, pushed.current))
+            for name, part in pushed.others.items():
+                moves[name].append(dot(own, part))
+            for name, one in rows.items():
+                one.entropy.append(one.row(own))
+                if one.preconditioner is None:
+                    exact[name].append(dot(own, gradient))
+                else:
+                    exact[name].append(moves["current"][-1])
+        found = {
+            name: _kernel(
+                one,
+                torch.tensor(exact[name], dtype=torch.float64),
+                torch.tensor(logprobs, dtype=torch.float64),
+                torch.tensor(weights, dtype=torch.float64),
+                effects.tasks,
+            )
+            for name, one in rows.items()
+        }
+        kernels = Kernels(
+            kinds=found,
+            sums=None if projection is None else projection.size,
+            moves={name: torch.tensor(one, dtype=torch.float64) for name, one in moves.items()},
+        )
+        return effects, kernels
+
+    def _prompts(self) -> Iterator[list[int]]:
+        """Yield the places of each prompt's answers in `own`."""
+        places: dict[str, list[int]] = {}
+        for place, one in enumerate(self.own.samples):
+            places.setdefault(one.task_id, []).append(place)
+        yield from places.values()
+
+    def _gradients(self, scalars: list[Tensor]) -> list[Vector]:
+        """Return the gradients of scalars of one graph."""
+        found = []
+        for number, scalar in enumerate(scalars, 1):
+            gradients = torch.autograd.grad(
+                scalar,
+                list(self.parameters.values()),
+                retain_graph=number < len(scalars),
+                allow_unused=True,
+            )
+            pairs = zip(self.parameters.items(), gradients, strict=True)
+            found.append(
+                {name: torch.zeros_like(p) if own is None else own for (name, p), own in pairs}
+            )
+        return found
+
+
+def _of(vector: Vector, parameters: Mapping[str, Tensor]) -> Vector:
+    return {name: vector[name] for name in parameters}
+
+
+def _add(total: Vector, vector: Mapping[str, Tensor]) -> None:
+    """Add a vector in place; an empty total takes the vector itself."""
+    for name, value in vector.items():
+        if name in total:
+            total[name] += value
+        else:
+            total[name] = value
+
+
+def _weight(batch: EntropyBatch, place: int, logprob: float) -> float:
+    """Return the importance weight of an answer."""
+    return math.exp(logprob - float(batch.start_logprobs[place]))
+
+
+def _kernel(
+    rows: _Rows, exact: Tensor, logprobs: Tensor, weights: Tensor, tasks: Sequence[str]
+) -> Kernel:
+    """logprobs, weights: of the entropy batch [N]. tasks: of the update's answers, in order."""
+    entropy = torch.stack(rows.entropy)
+    both = torch.cat([entropy, torch.stack(rows.update)])
+    forces = torch.stack(rows.forces)
+    error = None
+    if rows.projection is not None:
+        error = projection_error(entropy, forces.sum(dim=0), exact)
+    return Kernel(
+        cosines=cosines(both, both).cpu(),
+        effects=(entropy @ forces.T).cpu(),
+        moves=exact,
+        error=error,
+        score_form=score_form(logprobs, exact, weights),
+        score_split=score_split(
+            torch.tensor(rows.logprobs, dtype=torch.float64),
+            (torch.stack(rows.update) @ forces.T).cpu(),
+            tasks,
+            torch.tensor(rows.weights, dtype=torch.float64),
+        ),
+    )
+
+
+def kernel_facts(kernels: Kernels, effects: Effects, changes: Tensor, eta: float) -> dict[str, Any]:
+    """Return the kernel's part of study.json, and its "matrices". changes: of the entropy batch's
+    log-probabilities by the step, of which the first N are the kernel's."""
+    moved = {name: eta * one for name, one in kernels.moves.items()}
+    predicted = torch.stack(list(moved.values())).sum(dim=0)
+    measured = changes[: len(predicted)].double().cpu()
+    count = len(predicted)
+    same = torch.tensor([[one == other for other in effects.tasks] for one in effects.tasks])
+    others = ~torch.eye(len(same), dtype=torch.bool)
+    kinds: dict[str, Mapping[str, object]] = {}
+    matrices: dict[str, Tensor] = {"predicted": predicted, "measured": measured}
+    for name, kernel in kernels.kinds.items():
+        update = kernel.cosines[count:, count:]
+        kinds[name] = {
+            "projection_error": kernel.error,
+            "same_prompt_cosine": _mean(update[same & others]),
+            "other_prompts_cosine": _mean(update[~same]),
+            "entropy_cosine": _mean(kernel.cosines[:count, count:]),
+            "fit": vars(fit_of(kernel.moves.tolist(), measured.tolist())),
+            "score_form": kernel.score_form,
+            "score_split": kernel.score_split.to_json(),
+        }
+        matrices[f"{name}.cosines"] = kernel.cosines.float()
+        matrices[f"{name}.effects"] = kernel.effects.float()
+    return {
+        "kernel": {
+            "answers": count,
+            "update_answers": len(effects.tasks),
+            "sums": kernels.sums,
+            "kinds": kinds,
+            "fit": vars(fit_of(predicted.tolist(), measured.tolist())),
+            "predicted": predicted.tolist(),
+            "measured": measured.tolist(),
+            "parts": {name: one.tolist() for name, one in moved.items()},
+        },
+        "matrices": matrices,
+    }
+
+
+def _mean(values: Tensor) -> float | None:
+    if len(values.flatten()):
+        return float(values.mean())
+    return None
