@@ -6,12 +6,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 S3_SERVER := $(VENV)/s3/bin/moto_server
 RAY := $(VENV)/ray/bin/ray
+MKDOCS := $(VENV)/docs/bin/mkdocs
 # `make test-all` empties it. It leaves out the tests that are marked long (tests/conftest.py).
 TEST_OPTIONS ?= --short
 # Containers often set PYTHONDONTWRITEBYTECODE: each of hundreds of processes would compile ttrl again.
 TEST_VARIABLES := PYTHONDONTWRITEBYTECODE= TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER))
 
-.PHONY: help install quickstart quickstart-tiny test test-all test-quick test-e2e test-cluster bench lint types audit clean
+.PHONY: help install quickstart quickstart-tiny test test-all test-quick test-e2e test-cluster bench lint types audit docs docs-serve clean
 
 help:
 	@echo "make quickstart   train a real chat model of 135M parameters to answer in JSON (6 to 12 minutes on 2 cores)"
@@ -23,6 +24,8 @@ help:
 	@echo "make lint         ruff, who may import whom, and limits of style"
 	@echo "make types        mypy, strict, over ttrl/"
 	@echo "make audit        known faults of the tested versions (asks pypi.org), and what bandit finds in the code"
+	@echo "make docs         the documentation as a site, in build/site (open index.html; no network needed)"
+	@echo "make docs-serve   the same at 127.0.0.1:8000, made again at each change"
 	@echo "make install      only .venv; then: $(VENV)/bin/ttrl doctor"
 	@echo "make clean        remove .venv and caches; run folders stay"
 
@@ -88,6 +91,19 @@ audit: $(VENV)/audit/bin/pip-audit
 $(VENV)/audit/bin/pip-audit:
 	$(PYTHON) -m venv $(VENV)/audit
 	$(VENV)/audit/bin/python -m pip install --quiet --disable-pip-version-check bandit==1.9.4 pip-audit==2.10.1
+
+# A warning is an error: a dead link, a missing anchor, a name without a docstring.
+docs: $(MKDOCS)
+	NO_MKDOCS_2_WARNING=1 $< build --strict
+
+docs-serve: $(MKDOCS)
+	$< serve --dev-addr 127.0.0.1:8000
+
+# In an environment of its own: it needs nothing of ttrl's, as docstrings are read without an import.
+$(MKDOCS): tools/site/packages.txt
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ port is opened.
 
 import argparse
 import base64
+import fcntl
 import json
 import os
 import select
@@ -86,10 +87,8 @@ class Browser:
         # Chromium reads from 3 and writes to 4. Either pipe may have one of these numbers, so both
         # are moved out of the way first.
         def pipes() -> None:
-            reads = os.dup(to_browser)
-            writes = os.dup(to_us)
-            reads = os.dup2(reads, 20)
-            writes = os.dup2(writes, 21)
+            reads = fcntl.fcntl(to_browser, fcntl.F_DUPFD, 10)
+            writes = fcntl.fcntl(to_us, fcntl.F_DUPFD, 10)
             os.dup2(reads, 3)
             os.dup2(writes, 4)
 
