@@ -72,7 +72,16 @@ def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
     """
     run = read_run(Path(run_folder), rows)
     html = template("report.html").render(
-        css=css(),
+        css=css(), name=run.folder.absolute().name, body=report_body(run)
+    )
+    path = run.folder / FILE_NAME
+    write_text(path, visible(html))
+    return path
+
+
+def report_body(run: RunData) -> Markup:
+    """Return the page's content, for other pages too."""
+    html = template("report_body.html").render(
         name=run.folder.absolute().name,
         model=model_name(run),
         summary=phrases.summary(run),
@@ -94,9 +103,7 @@ def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
         table=_table(run),
         settings=_settings(run),
     )
-    path = run.folder / FILE_NAME
-    write_text(path, visible(html))
-    return path
+    return Markup(html)
 
 
 def visible(html: str) -> str:

@@ -28,19 +28,23 @@ class PackView:
     rows: list[int]
     token_text: Callable[[int], str] | None
 
+    def html(self) -> str:
+        """Return the page. Raises PackError for too many rows for browsers to open."""
+        from ttrl.data.pictures.rows_page import packed_rows_html
+
+        return packed_rows_html(self.packed, self.rows, self.token_text, self.title)
+
     def write_html(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the page atomically, by default as packed.html next to the pack; return its path.
 
         Raises PackError for too many rows for browsers to open, StorageError when it cannot be
         written.
         """
-        from ttrl.data.pictures.rows_page import packed_rows_html
-
         if path is None:
             path = self.path.with_suffix(".html")
         else:
             path = Path(path)
-        write_text(path, packed_rows_html(self.packed, self.rows, self.token_text, self.title))
+        write_text(path, self.html())
         return path
 
     def write_png(self, path: str | os.PathLike[str]) -> Path:
