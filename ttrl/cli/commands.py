@@ -27,6 +27,7 @@ from ttrl.cli import (
     runs,
     sweep,
     tasks_command,
+    ui_command,
 )
 from ttrl.errors import TtrlError
 from ttrl.system.console import speak_in_lines, tracebacks_wanted
@@ -43,6 +44,10 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         "check whether this machine can run ttrl, and list what to fix",
     ),
     "report": (runs.add_report, "write a run's report.html again and print its path"),
+    "ui": (
+        ui_command.add_ui,
+        "follow runs in a browser: curves, samples, comparisons",
+    ),
     "view": (runs.add_view, "look at the packed rows of an iteration"),
     "plan": (plan_command.add_plan, "predict a run's memory, disk, FLOPs, time and cost"),
     "config": (config.add_config, "explain a setting: ttrl config max_tokens"),
