@@ -10,6 +10,7 @@ older and newer versions: null and other types count as missing; other names are
 """
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
@@ -34,7 +35,7 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     def to_json(self) -> Mapping[str, Any]:
         """Return plain values, as they stand in the file."""
         values: dict[str, object] = msgspec.to_builtins(self)
-        for one in msgspec.structs.fields(self):
+        for one in _fields(type(self)):
             if isinstance(one.default, Facts) and getattr(self, one.name) == one.default:
                 values.pop(one.name, None)
         return values
@@ -44,10 +45,16 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, **changes)
 
 
+@functools.cache
+def _fields(kind: type[Facts]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return the fields; msgspec resolves their annotations at each call."""
+    return msgspec.structs.fields(kind)
+
+
 def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
     """Return the facts of this kind in a JSON object."""
     found: dict[str, object] = {}
-    for one in msgspec.structs.fields(kind):
+    for one in _fields(kind):
         value = _without_nulls(values.get(one.name))
         if value is None:
             continue

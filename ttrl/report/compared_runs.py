@@ -404,17 +404,18 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
 
 def _point(run: RunData, by: By, reached: float, name: str) -> Point:
     known_spent = spent(run)
+    iterations = run.iterations
     there = set(run.numbers_with("validation.jsonl"))
     known = [
         k
         for k, x in enumerate(known_spent[by])
-        if x is not None and x <= reached and run.iterations[k] in there
+        if x is not None and x <= reached and iterations[k] in there
     ]
     if not known:
         raise UserError(f"{run.folder}: no validation up to {compact(reached)} {UNITS[by]}")
     place = known[-1]
     scores: Scores = defaultdict(list)
-    iteration = run.iterations[place]
+    iteration = iterations[place]
     for row in read_jsonl(run.iteration_folder(iteration) / "validation.jsonl"):
         if name == "reward":
             value = row.get("reward")

@@ -28,7 +28,6 @@ from ttrl.facts import MetricsRow
 from ttrl.monitoring.drift_report import read_newest_report
 from ttrl.report import figures, phrases
 from ttrl.report.conversations import held_out_pages, shown_findings, template, training_pages
-from ttrl.report.plan_table import NEAR, plan_table
 from ttrl.report.samples import spread, token_text_of
 from ttrl.run_folder.reader import RunData, model_name, read_run
 from ttrl.system.files import write_text
@@ -81,6 +80,8 @@ def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
 
 def report_body(run: RunData) -> Markup:
     """Return the page's content, for other pages too."""
+    from ttrl.report.plan_table import NEAR, plan_table  # it loads PyTorch
+
     html = template("report_body.html").render(
         name=run.folder.absolute().name,
         model=model_name(run),

@@ -5,13 +5,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import RunFolderError, UserError
 from ttrl.run_folder.reader import read_run
 from ttrl.run_folder.token_text import folder_token_text, run_token_text
 from ttrl.system.files import write_text
 from ttrl.text import spans
+
+if TYPE_CHECKING:
+    from ttrl.data.packing.pack import PackedTensors
 
 FILE_NAME = "packed.safetensors"
 FIRST_ROWS = 8
@@ -24,7 +27,7 @@ class PackView:
 
     path: Path
     title: str
-    packed: PackedTensors
+    packed: "PackedTensors"
     rows: list[int]
     token_text: Callable[[int], str] | None
 
@@ -85,6 +88,8 @@ def open_pack(
     Raises RunFolderError for a missing run, iteration or pack, PackError for an unreadable pack,
     UserError for rows out of range.
     """
+    from ttrl.data.packing.pack import PackedTensors  # it loads PyTorch
+
     run = Path(run)
     if run.suffix == ".safetensors" or run.is_file():
         if iteration is not None:

@@ -1,5 +1,6 @@
 """Show the list of runs, a run, and an iteration."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from ttrl.ui.pages import NotFoundError, View, page, run_named, stamp_of_all, st
 from ttrl.ui.runs import FollowedRun, Runs, State, readable
 from ttrl.ui.search import FILES, Query, search
 
+_MOST_SECONDS = 1.0
+"""For runs that have not been read before."""
 _MOST_LIVE = 6
 _LIVE_BYTES = 20_000
 
@@ -42,10 +45,22 @@ class RunLine:
 
 
 def home(runs: Runs, query: QueryParams) -> View:
-    """List all runs."""
+    """List all runs. Those not read after a second follow with the browser's next request."""
     shown = runs.all()
-    stamp = stamp_of_all([(run.name, run.stamp(), state_of(run)) for run in shown])
-    return View(stamp, lambda: page("runs.html", stamp, lines=[_line(run) for run in shown]))
+    parts = [(run.name, run.stamp(), state_of(run) if run.is_read else None) for run in shown]
+    stamp = stamp_of_all(parts)
+
+    def render() -> str:
+        until = time.monotonic() + _MOST_SECONDS
+        lines = []
+        for run in shown:
+            if run.is_read or time.monotonic() < until:
+                lines.append(_line(run))
+            else:
+                lines.append(RunLine(run.name, State("reading")))
+        return page("runs.html", stamp, lines=lines)
+
+    return View(stamp, render)
 
 
 def run_page(runs: Runs, name: str, query: QueryParams) -> View:

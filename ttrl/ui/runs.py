@@ -88,6 +88,11 @@ class FollowedRun:
         with self._lock:
             return self._current()
 
+    @property
+    def is_read(self) -> bool:
+        """Tell whether only changes are left to read: the first reading takes longest."""
+        return self._data is not None and self._found is not None
+
     def findings(self) -> list[Finding]:
         """Return the findings about the run."""
         with self._lock:

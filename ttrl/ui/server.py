@@ -62,7 +62,7 @@ def make_app(runs: Runs, key: str) -> ASGIApp:
 async def _warm(app: Starlette) -> AsyncIterator[None]:
     """Load PyTorch in a thread: the first page with tokens would wait for it."""
     thread = threading.Thread(
-        target=importlib.import_module, args=("ttrl.data.packing.packed_file",), daemon=True
+        target=importlib.import_module, args=("ttrl.report.plan_table",), daemon=True
     )
     thread.start()
     yield
