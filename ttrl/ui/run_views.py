@@ -47,17 +47,17 @@ class RunLine:
 def home(runs: Runs, query: QueryParams) -> View:
     """List all runs. Those not read after a second follow with the browser's next request."""
     shown = runs.all()
+    until = time.monotonic() + _MOST_SECONDS
+    for run in shown:
+        if not run.is_read and time.monotonic() < until:
+            readable(run)
     parts = [(run.name, run.stamp(), state_of(run) if run.is_read else None) for run in shown]
     stamp = stamp_of_all(parts)
 
     def render() -> str:
-        until = time.monotonic() + _MOST_SECONDS
-        lines = []
-        for run in shown:
-            if run.is_read or time.monotonic() < until:
-                lines.append(_line(run))
-            else:
-                lines.append(RunLine(run.name, State("reading")))
+        lines = [
+            _line(run) if run.is_read else RunLine(run.name, State("reading")) for run in shown
+        ]
         return page("runs.html", stamp, lines=lines)
 
     return View(stamp, render)

@@ -80,6 +80,7 @@ class FollowedRun:
         self._lines = 0
         self._rows: dict[int, MetricsRow] = {}
         self._data: RunData | None = None
+        self._is_read = False
         self._found: list[Finding] | None = None
         self._lease = FolderLease(folder)
 
@@ -91,11 +92,12 @@ class FollowedRun:
     @property
     def is_read(self) -> bool:
         """Tell whether only changes are left to read: the first reading takes longest."""
-        return self._data is not None and self._found is not None
+        return self._is_read
 
     def findings(self) -> list[Finding]:
         """Return the findings about the run."""
         with self._lock:
+            self._is_read = True
             run = self._current()
             if self._found is None:
                 self._found = findings(run.rows, run.config)
@@ -295,10 +297,11 @@ def _changed(folder: Path) -> int:
 
 
 def readable(run: FollowedRun) -> RunData | TtrlError:
-    """Return the run's content, or the reason it cannot be read: one damaged run must not hide the
-    others.
+    """Read a run and its findings; return its content, or the reason it cannot be read: one damaged
+    run must not hide the others.
     """
     try:
+        run.findings()
         return run.data()
     except TtrlError as error:
         return error
