@@ -202,7 +202,7 @@ def test_packed_rows(client: TestClient, folder: Path) -> None:
         for number in range(2)
     ]
     path = folder / "a" / "iterations" / "0004" / "packed.safetensors"
-    packed_tensors_from_tokenized_results(results, seq_len=16).save(path)
+    packed_tensors_from_tokenized_results(results, seq_len=16, pad_id=0).save(path)
     assert "<iframe" in client.get("/run/a/rows/4").text
     page = client.get("/run/a/pack/4?rows=0")
     assert page.status_code == 200
