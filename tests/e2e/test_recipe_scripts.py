@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ttrl.cli.arms import HeldOut, supervised_run
+from ttrl import TrainConfig
 from ttrl.configs.experiments import EXPERIMENTS
 from ttrl.launch.tune import TrainerProcess
+from ttrl.loop.supervised_run import HeldOut, held_out_config, supervised_run
 from ttrl.system.files import read_jsonl, write_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 from ttrl.tiny_model import make_tiny_model
@@ -75,9 +76,8 @@ def test_a_supervised_run_trains_and_asks(tmp_path, monkeypatch):
     write_jsonl(data, sort_letters_examples(64))
     model = make_tiny_model(tmp_path / "model", layers=1, width=64, heads=2)
     settings = {"model": str(model), "data": str(data), "seed": 0, "batch_size": 8, "seq_len": 64}
-    asked = HeldOut(
-        get_sort_letters_tasks("validation", 8), "reward", {"max_tokens": 9, "temperature": 0.0}
-    )
+    config = TrainConfig(run="", model=str(model), iterations=1, max_tokens=9).resolved(False)
+    asked = HeldOut(get_sort_letters_tasks("validation", 8), held_out_config(config, "reward"))
     settings |= {"num_threads": 1, "dtype": "bf16"}
     commands = []
 

@@ -230,7 +230,9 @@ def test_splits(folder, reply):
         t.messages for t in test
     ]
     assert len(get_arc_agi_tasks("test", path=folder, max_cells=8)) == 10
-    with pytest.raises(TaskError, match="1 tasks of arc_agi, split test: there are 0 rows"):
+    with pytest.raises(
+        TaskError, match="1 tasks of arc_agi, split test, but there are only 0 rows"
+    ):
         get_arc_agi_tasks("test", 1, path=folder, max_cells=7)
 
 
@@ -268,7 +270,7 @@ def test_bad_rows(tmp_path, row, words):
         ({"split": "evaluation"}, "arc_agi has 'train'"),
         ({"partial_credit": 2}, "partial_credit is 2"),
         ({"augment": ["mirror"]}, "'mirror'"),
-        ({"augment": "colours"}, "give a list"),
+        ({"augment": "colours"}, "augment has .*; choose from rotations"),
     ],
 )
 def test_refusals(folder, changes, words):

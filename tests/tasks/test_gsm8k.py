@@ -299,7 +299,7 @@ def test_prompts(folder, reply):
     [
         ({"split": "dev"}, "split is 'dev'; gsm8k has 'train', 'validation', 'test'"),
         ({"n": 0}, "n is 0"),
-        ({"n": 1000}, "1000 tasks of gsm8k, split train: there are"),
+        ({"n": 1000}, "1000 tasks of gsm8k, split train, but there are only"),
         ({"style": "R1"}, "style is 'R1'"),
         ({"few_shot": -1}, "few_shot is -1"),
         ({"format_reward": 1.5}, "format_reward is 1.5"),

@@ -26,7 +26,7 @@ log = open({log!r}, "a")
 for line in sys.stdin:
     words = line.split()
     if words[0] == "uci":
-        log.write(f"pid {{os.getpid()}}\n")
+        log.write(f"pid {{os.getpid()}}\\n")
         log.flush()
         print("option name Threads type spin default 1 min 1 max 4")
         print("uciok")

@@ -77,7 +77,7 @@ def test_no_grades(output):
 def test_too_large_a_reward_says_what_to_do():
     with pytest.raises(
         GraderError,
-        match=r"^here: the grader returned the reward -1e\+300, beyond ±1e\+12; .* clip it",
+        match=r"^here: the grader returned the reward -1e\+300, beyond ±1e\+12, .* clip it",
     ):
         Grade.of(-1e300, "here")
 
