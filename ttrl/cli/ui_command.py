@@ -11,7 +11,7 @@ _ADDRESS = "open this address; it carries the key, and the pages only read. Ctrl
 
 def add_ui(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Serve pages that follow runs while they run: curves, phases, findings, conversations, "
+        "Serve pages about runs, kept current: curves, phases, findings, conversations, "
         "packed rows, and comparisons. Only this machine can open them, with the printed key."
     )
     parser.add_argument(

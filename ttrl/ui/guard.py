@@ -3,8 +3,7 @@
 The server listens on the loopback, but other users of the machine and foreign web pages can reach
 it there. So each request passes four checks: a method that only reads; a loopback name as its host,
 against DNS rebinding; no foreign page as its origin; and the key. The printed address carries the
-key once. The browser then keeps it as a cookie that scripts cannot read and that other sites do
-not send.
+key once. The browser then keeps it as a cookie, hidden from scripts and never sent by other sites.
 """
 
 import hmac
@@ -65,7 +64,7 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return the answer to a request that must not pass; None for the others."""
+        """Return the answer to a refused request; None for the others."""
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("these pages can only be read\n", 405, {"Allow": "GET, HEAD"})

@@ -1,6 +1,6 @@
 """Hold the parts of all pages of `ttrl ui`: a view, its template, its run.
 
-A view returns a stamp of everything that it shows, and a function to render it. A browser sends its
+A view returns a stamp of everything shown, and a function to render it. A browser sends its
 last stamp each second or two, and an unchanged page costs no rendering.
 """
 
@@ -47,7 +47,7 @@ def state_of(run: FollowedRun) -> State:
 
 
 def stamp_of_all(parts: object) -> str:
-    """Return a short text of everything that a page depends on."""
+    """Return a short text of everything shown on a page."""
     return hashlib.sha256(repr(parts).encode(errors="replace")).hexdigest()[:32]
 
 

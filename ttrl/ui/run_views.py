@@ -21,7 +21,7 @@ from ttrl.ui.runs import FollowedRun, Runs, State, readable
 from ttrl.ui.search import FILES, Query, search
 
 _MOST_SECONDS = 1.0
-"""For runs that have not been read before."""
+"""For first readings of runs."""
 _MOST_LIVE = 6
 _LIVE_BYTES = 20_000
 

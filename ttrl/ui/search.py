@@ -68,7 +68,7 @@ class Query:
     """A finish reason, or "failed"."""
 
     def tests(self) -> list[Callable[[Line], bool]]:
-        """Return the conditions. Raises UserError for one that cannot be read."""
+        """Return the conditions. Raises UserError for an unreadable one."""
         found = [_condition(one) for one in re.split(r"[,;]|\s(?=\s*[^\W\d])", self.conditions)]
         tests = [one for one in found if one is not None]
         if self.finish == "failed":
@@ -148,7 +148,7 @@ def search(run: RunData, query: Query, other: RunData | None = None) -> Search:
     """Return the samples of a query, newest iterations first. other: search only the tasks with
     another mean reward in that run's iteration of the same number, the widest gaps first.
 
-    Raises UserError for a condition that cannot be read.
+    Raises UserError for an unreadable condition.
     """
     tests = query.tests()
     result = Search()
