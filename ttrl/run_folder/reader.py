@@ -92,16 +92,16 @@ def rows_in(lines: Sequence[bytes], path: Path, first: int = 1) -> Iterator[Metr
     """Read lines of metrics.jsonl at `path`, from line number `first`. An interrupted append may
     have damaged the last one: it is left out. Raises RunFolderError for another damaged line.
     """
-    for number, line in enumerate(lines, first):
+    for place, line in enumerate(lines, first):
         if not line.strip():
             continue
         try:
             yield parse_facts(MetricsRow, line)
         except ValueError as error:
-            if number == first + len(lines) - 1:
+            if place == first + len(lines) - 1:
                 return
             raise RunFolderError(
-                f"{path}, line {number}: not JSON ({error}); remove that line, or move the file "
+                f"{path}, line {place}: not JSON ({error}); remove that line, or move the file "
                 "away: only reports read it"
             ) from error
         except TypeError:  # no object, or one without an iteration

@@ -102,9 +102,7 @@ class Guard:
 
 
 def _unknown_key() -> Response:
-    return PlainTextResponse(
-        "A key is missing: open the address that `ttrl ui` has printed.\n", 401
-    )
+    return PlainTextResponse("A key is missing: open the address printed by `ttrl ui`.\n", 401)
 
 
 def _host_name(host: str) -> str:
