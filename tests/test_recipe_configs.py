@@ -29,6 +29,8 @@ from ttrl.training.policy.lora import apply_lora, is_adapter
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "recipe_configs").glob("*.yaml"))
+PLANNED = {"llama3_8b", "qwen2.5_72b", *(f"r1_distill_qwen_{size}b" for size in (7, 14, 32))}
+"""Models of the report's experiments: recipes train them, with the settings of their presets."""
 ARCHITECTURES = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())
 GPUS = re.compile(
     r"# (?P<count>\d+) x (?P<gigabytes>\d+) GB GPU(?: in (?P<machines>\d+) machines)?; rows of "
@@ -52,7 +54,7 @@ def parsed(file):
 def test_every_model_of_ttrls_own_decoder_has_one():
     """The others are there to be planned; none of their classes has run on a GPU."""
     own = {name for name, model in ARCHITECTURES.items() if model["model_type"] in OWN_DECODERS}
-    assert {re.sub("_q?lora$", "", file.stem) for file in FILES} == own | {"tiny_cpu"}
+    assert {re.sub("_q?lora$", "", file.stem) for file in FILES} == own - PLANNED | {"tiny_cpu"}
     assert any("_lora" in file.stem for file in FILES) and any(
         "_qlora" in file.stem for file in FILES
     )

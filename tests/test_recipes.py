@@ -140,10 +140,16 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Checked:
     seen: Checked = []
 
     def checked(
-        config: TrainConfig, tasks: list[Task], *others: object, problems: list[str], **more: object
-    ) -> None:
+        config: TrainConfig,
+        tasks: list[Task],
+        held_out: list[Task],
+        *,
+        problems: list[str],
+        **more: object,
+    ) -> tuple[TrainConfig, list[Task], list[Task]]:
         assert not problems
         seen.append((config, tasks))
+        return config, tasks, held_out
 
     monkeypatch.setattr("ttrl.cli.recipe_script.checked", checked)
     return seen
@@ -202,7 +208,7 @@ def test_it_fits_the_machine_that_it_names(
     """
     numbers = {"one": 1, "eight": 8}
     said = re.search(
-        r"for (\w+) GPUs?\s+with (\d+) GB", (ROOT / "recipes" / f"{name}.py").read_text()
+        r"for\s+(\w+)\s+GPUs?\s+with (\d+) GB", (ROOT / "recipes" / f"{name}.py").read_text()
     )
     if said is None:
         assert "Qwen" not in (ROOT / "recipes" / f"{name}.py").read_text()
@@ -264,7 +270,7 @@ def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.M
     for text in (
         "nproc_per_node is 0",
         "lr has no value",
-        "--overfit is 0",
+        "overfit is 0",
         "mean 'iterations'?",
         "{'max_num_seqs': …}",
     ):
@@ -281,7 +287,7 @@ def test_absent_data_are_named_with_the_other_mistakes(
     with pytest.raises(ConfigError) as caught:
         run(name, monkeypatch, "--run", str(tmp_path / "run"), *wrong)
     said = [
-        "/not/there: no such file",
+        "/not/there is neither a file",
         "/nor/this does not exist",
         "did you mean 'max_tokens'?",
         "lr is -1",
@@ -465,9 +471,9 @@ def test_overfit_is_a_setting_with_a_shortcut(
     both mean.
     """
     smaller = ["tasks_per_iteration=8", "stop_at=0.9", "validate_every=2"]
-    arguments = ["--run", str(tmp_path / "run")]
-    run("sort_letters", monkeypatch, *arguments, "--overfit", "32")
-    run("sort_letters", monkeypatch, *arguments, "--set", "overfit=32", *smaller)
+    arguments = ["--run", str(tmp_path / "run"), "--model", "tiny"]
+    run("spelling", monkeypatch, *arguments, "--overfit", "32")
+    run("spelling", monkeypatch, *arguments, "--set", "overfit=32", *smaller)
     (one, *_), (other, *_) = trained
     shown = ("tasks_per_iteration", "stop_at", "validate_every", "validation_samples", "overfit")
     assert [getattr(one, name) for name in shown] == [32, None, 1, 1, 32]
@@ -476,9 +482,9 @@ def test_overfit_is_a_setting_with_a_shortcut(
     with pytest.raises(
         ConfigError, match="--overfit is 5, but --set sets overfit=6; leave one out"
     ):
-        run("sort_letters", monkeypatch, *both, "overfit=6", "lrr=1")
+        run("spelling", monkeypatch, *both, "overfit=6", "lrr=1")
     with pytest.raises(ConfigError, match="overfit is 'many'; it must be a whole number"):
-        run("sort_letters", monkeypatch, "--check", *arguments, "--set", "overfit=many")
+        run("spelling", monkeypatch, "--check", *arguments, "--set", "overfit=many")
     assert not (tmp_path / "run").exists()
 
 

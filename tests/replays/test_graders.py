@@ -103,7 +103,7 @@ def test_tasks_that_are_none(run, place):
     for name, said in (
         ("tasks", "1 of 1 are not Tasks"),
         ("fails", "failed: KeyError: 'x'"),
-        ("nothing", "there are no tasks"),
+        ("nothing", "is empty; give at least one task"),
     ):
         with pytest.raises(UserError, match=said):
             run.replay(tasks=f"mine:{name}")

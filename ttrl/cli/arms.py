@@ -103,11 +103,8 @@ class Arms:
 
 def arm_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run_arms`."""
-    seeds = f"how many, from --seed on (1 with --model, else {_SEEDS})"
+    seeds = f"number of seeds, counted from --seed (default: 1 with --model, else {_SEEDS})"
     parser.add_argument("--seeds", type=int, help=seeds)
-    parser.add_argument(
-        "--seeds", type=int, default=5, help="number of seeds, counted from --seed (default: 5)"
-    )
     parser.add_argument(
         "--points",
         type=int,

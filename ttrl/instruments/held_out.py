@@ -166,7 +166,7 @@ class HeldOut:
         )
         if facts.failed:
             logger.warning(
-                "%d of %d draws have no answer; the entropy is that of the others",
+                "%d of %d draws have no answer; the entropy covers the others",
                 facts.failed,
                 len(samples),
             )

@@ -136,7 +136,7 @@ def _off(one: Response) -> float:
 def sweep_text(found: PrecisionSweep) -> str:
     """Describe the ends, for a terminal."""
     lines = [
-        "The first order, from the gradient in fp64, is within a tenth of what each dtype measures:"
+        "The first order, from the gradient in fp64, is within a tenth of each dtype's measurement:"
     ]
     for one in found.sweeps:
         if one.precision_ends is None or one.linearity_ends is None:

@@ -47,7 +47,7 @@ def study_config(
     path = checkpoint.parent / "grpo.yaml"
     if not path.is_file():
         raise RunFolderError(
-            f"no checkpoint {path}; give that of a trained iteration, such as "
+            f"no checkpoint {path}; give a trained iteration's, such as "
             "runs/NAME/iterations/0007/checkpoint"
         )
     values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
