@@ -270,7 +270,8 @@ def compare_runs(
 ) -> RunComparison:
     """Compare runs, finished or not, by their folders or as already read.
 
-    arms: the arm name of each run; the k-th runs of all arms have one seed. None: runs with the same settings, except for the seed, form an arm.
+    arms: the arm name of each run; the k-th runs of all arms have one seed. None: runs with the
+        same settings, except for the seed, form an arm.
 
     Raises RunFolderError for other folders, UserError with nothing to compare: fewer than two runs,
     other held-out tasks or metrics, no figures for `by`."""
