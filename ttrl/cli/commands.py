@@ -27,7 +27,6 @@ from ttrl.cli import (
     runs,
     sweep,
     tasks_command,
-    ui_command,
 )
 from ttrl.errors import TtrlError
 from ttrl.system.console import speak_in_lines, tracebacks_wanted
@@ -45,7 +44,7 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
     ),
     "report": (runs.add_report, "write a run's report.html again and print its path"),
     "ui": (
-        ui_command.add_ui,
+        runs.add_ui,
         "follow runs in a browser: curves, samples, comparisons",
     ),
     "view": (runs.add_view, "look at the packed rows of an iteration"),
