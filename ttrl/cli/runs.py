@@ -1,5 +1,5 @@
-"""`ttrl train`, and commands on run folders: `ttrl report`, `ttrl ui`, `ttrl view`, `ttrl replay` and
-`ttrl study`.
+"""`ttrl train`, and commands on run folders: `ttrl report`, `ttrl ui`, `ttrl view`, `ttrl replay`
+and `ttrl study`.
 """
 
 import argparse
