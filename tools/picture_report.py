@@ -164,6 +164,18 @@ class Browser:
 
         `script` is run in the page first, for tests of what clicks do.
         """
+        size = self.open(page.absolute().as_uri(), width, height, dark=dark)
+        if script:
+            self.value(script)
+        options: dict[str, Any] = {"format": "png"}
+        if whole or element:
+            box = self._box_of(element) if element else self._whole_page(width)
+            box["height"] = min(box["height"], _MAX_HEIGHT / size)
+            options |= {"clip": {**box, "scale": 1}, "captureBeyondViewport": True}
+        return base64.b64decode(self.call("Page.captureScreenshot", **options)["data"])
+
+    def open(self, address: str, width: int, height: int, *, dark: bool = False) -> int:
+        """Load a page in a window of this size; return its pixels per CSS pixel."""
         phone = width < 600
         size = {"width": width, "height": height, "mobile": phone}
         size["deviceScaleFactor"] = 2 if phone else 1
@@ -171,16 +183,13 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self._events.clear()
-        self.call("Page.navigate", url=page.absolute().as_uri())
+        self.call("Page.navigate", url=address)
         self.wait_for("Page.loadEventFired")
-        if script:
-            self.call("Runtime.evaluate", expression=script)
-        options: dict[str, Any] = {"format": "png"}
-        if whole or element:
-            box = self._box_of(element) if element else self._whole_page(width)
-            box["height"] = min(box["height"], _MAX_HEIGHT / size["deviceScaleFactor"])
-            options |= {"clip": {**box, "scale": 1}, "captureBeyondViewport": True}
-        return base64.b64decode(self.call("Page.captureScreenshot", **options)["data"])
+        return size["deviceScaleFactor"]
+
+    def value(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression in the page."""
+        return self.call("Runtime.evaluate", expression=expression)["result"].get("value")
 
     def _whole_page(self, width: int) -> dict[str, float]:
         content = self.call("Page.getLayoutMetrics")["cssContentSize"]

@@ -21,6 +21,8 @@ def is_number(value: object) -> TypeGuard[int | float]:
     """Tell whether a value is a finite number, NumPy's too, and not a bool, nor a whole number
     beyond any float.
     """
+    if type(value) is float:  # nearly all figures: NumPy's test takes ten times as long
+        return math.isfinite(value)
     try:
         return (
             isinstance(value, int | float | numbers.Real)

@@ -352,14 +352,12 @@ def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):
         MetricsRow(iteration=number, seconds=PhaseSeconds(total=float(number)))
         for number in range(9)
     ]
-    assert seconds_left(rows, world.config(iterations=10)) == 2 * (4 + 5 + 6 + 7 + 8) / 5
+    assert seconds_left(rows, 10) == 2 * (4 + 5 + 6 + 7 + 8) / 5
     # Sampled beside a long validation, nothing trained.
     beside = [MetricsRow(iteration=1, seconds=PhaseSeconds(sample=60.0, total=0.01))]
-    assert seconds_left(beside, world.config(iterations=3)) == 2 * 60.0
-    assert (
-        seconds_left(rows, world.config(iterations=8)) is None
-        and seconds_left(rows[:1], world.config()) is None
-    )
+    assert seconds_left(beside, 3) == 2 * 60.0
+    assert seconds_left(rows, 8) is None
+    assert seconds_left(rows[:1], 2) is None
 
 
 def test_quiet_says_nothing(world, capfd):

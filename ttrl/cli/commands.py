@@ -52,6 +52,10 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         recipe_files.add_pack,
         "pack rollouts for `tune run ttrl/grpo_recipe`, without a run",
     ),
+    "ui": (
+        runs.add_ui,
+        "follow runs in a browser: curves, samples, comparisons",
+    ),
     "view": (runs.add_view, "look at the packed rows of an iteration"),
     "plan": (plan_command.add_plan, "predict a run's memory, disk, FLOPs, time and cost"),
     "config": (config.add_config, "explain a setting: ttrl config max_tokens"),

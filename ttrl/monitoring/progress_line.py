@@ -22,7 +22,7 @@ def iteration_lines(
     """Return results and cost of the last iteration of `rows`, the time left, the course of
     training, and each finding in `found` not yet `said`."""
     row = rows[-1]
-    left = seconds_left(rows, config)
+    left = seconds_left(rows, config.iterations)
     if config.stop_at is None:
         about = "about"
     else:
@@ -37,10 +37,10 @@ def iteration_lines(
     return lines + [f"  ! {finding.line()}" for finding in found if finding.key not in known]
 
 
-def seconds_left(rows: Sequence[MetricsRow], config: TrainConfig) -> float | None:
-    """Estimate the time of the iterations after the last of `rows` from the mean of the last five;
-    None with nothing left or known."""
-    left = config.iterations - rows[-1].iteration
+def seconds_left(rows: Sequence[MetricsRow], iterations: int) -> float | None:
+    """Estimate the time of the iterations after the last of `rows`, up to number `iterations`, from
+    the mean of the last five; None with nothing left or known."""
+    left = iterations - rows[-1].iteration
     # Iteration 0 sampled during validation, without training, and took no time of its own. The next
     # one will.
     known = [_longest(row.seconds) for row in rows if row.iteration][-5:]

@@ -18,6 +18,7 @@ from ttrl.text import compact, is_number, present, si, si_spaced
 WIDTH = 540
 HEIGHT = 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins around the plotting area
+COLOURS = 6
 MAX_BARS = 90
 MAX_POINTS = 200
 """Points of a line: longer lines are drawn as means over neighbours, with a note on the axis. The

@@ -18,13 +18,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from ttrl.configs.base import Settings
+from ttrl.configs.base import Settings, without_secrets
 from ttrl.errors import UserError
 from ttrl.facts import MetricsRow, Pick, number
 from ttrl.intervals import Difference, difference_over_seeds, estimate_mean
-from ttrl.report.charts import Series, line_chart
+from ttrl.report.charts import COLOURS, Series, line_chart
 from ttrl.report.conversations import template
 from ttrl.report.figures import Figure
 from ttrl.report.page import css, visible
@@ -217,46 +217,61 @@ class RunComparison:
 
     def _figure(self, by: By) -> Figure | None:
         """Draw held-out curves over the cost: one colour an arm, one line a seed."""
-        lines = []
-        for place, arm in enumerate(self.arms):
+        curves = []
+        for arm in self.arms:
             for point in arm.points:
                 metric = held_out_metric(point.run)
-                ends = zip(
-                    spent(point.run)[by],
-                    [] if metric is None else point.run.column(metric.of),
-                    strict=False,
-                )
-                lines.append(
-                    (
-                        arm.name,
-                        place % 6 + 1,
-                        [(x, y) for x, y in ends if x is not None and y is not None],
-                    )
-                )
-        xs = sorted({x for _, _, line in lines for x, _ in line})
-        series = [
-            Series(name, [dict(line).get(x) for x in xs], color) for name, color, line in lines
-        ]
-        if len(xs) > 1:
-            chart = line_chart(f"held-out {self.metric}", xs, series, axis=UNITS[by])
-        else:
-            chart = None
-        keys = [(f"f{place % 6 + 1}", arm.name) for place, arm in enumerate(self.arms)]
+                if metric is not None:
+                    curves.append(Curve(arm.name, point.run, metric.of))
         title = f"Held-out {self.metric} over {UNITS[by]}"
-        if chart is None:
-            return None
-        return Figure(title, "A colour is an arm, a line a seed.", chart, keys)
+        return curves_over(by, title, "A colour is an arm, a line a seed.", curves)
+
+
+class Curve(NamedTuple):
+    """A figure of a run, to draw over its cost."""
+
+    name: str
+    """Curves of one name share a colour."""
+    run: RunData
+    pick: Pick
+
+
+def curves_over(by: By, title: str, caption: str, curves: Sequence[Curve]) -> Figure | None:
+    """Draw figures of runs over iterations, FLOPs, tokens or seconds; None with fewer than two
+    points.
+    """
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    lines: list[tuple[str, dict[float, float]]] = []
+    for curve in curves:
+        ends = zip(spent(curve.run)[by], curve.run.column(curve.pick), strict=True)
+        line = {x: y for x, y in ends if x is not None and y is not None}
+        lines.append((curve.name, line))
+    xs = sorted({x for _, line in lines for x in line})
+    if len(xs) < 2:
+        return None
+    series = []
+    for name, line in lines:
+        place = names.index(name)
+        values = [line.get(x) for x in xs]
+        series.append(Series(name, values, place % COLOURS + 1, dashed=place >= COLOURS))
+    chart = line_chart(title, xs, series, axis=UNITS[by])
+    if chart is None:
+        return None
+    keys = [(f"f{place % COLOURS + 1}", name) for place, name in enumerate(names)]
+    return Figure(title, caption, chart, keys)
 
 
 def compare_runs(
-    folders: Sequence[Path],
+    folders: Sequence[Path | RunData],
     *,
     by: By = "iteration",
     confidence: float = 0.95,
     arms: Sequence[str] | None = None,
 ) -> RunComparison:
-    """Compare runs, finished or not. arms: the arm name of each run; the k-th runs of all arms have
-    one seed. None: runs with the same settings, except for the seed, form an arm.
+    """Compare runs, finished or not, by their folders or as already read.
+
+    arms: the arm name of each run; the k-th runs of all arms have one seed. None: runs with the
+        same settings, except for the seed, form an arm.
 
     Raises RunFolderError for other folders, UserError with nothing to compare: fewer than two runs,
     other held-out tasks or metrics, no figures for `by`."""
@@ -266,8 +281,8 @@ def compare_runs(
         raise UserError(
             f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95"
         )
-    runs = [read_run(Path(folder)) for folder in folders]
-    metrics = {folder: held_out_metric(run) for folder, run in zip(folders, runs, strict=True)}
+    runs = [one if isinstance(one, RunData) else read_run(Path(one)) for one in folders]
+    metrics = {run.folder: held_out_metric(run) for run in runs}
     names = {None if metric is None else metric.name for metric in metrics.values()}
     if None in names or len(names) > 1:
         listed = ", ".join(
@@ -278,7 +293,7 @@ def compare_runs(
         )
     name = str(names.pop())
     reach = [max((x for x in spent(run)[by] if x is not None), default=None) for run in runs]
-    missing = [str(folder) for folder, most in zip(folders, reach, strict=True) if most is None]
+    missing = [str(run.folder) for run, most in zip(runs, reach, strict=True) if most is None]
     if missing:
         raise UserError(
             f"{', '.join(missing)}: no {by} recorded; compare by another of {', '.join(BY)}"
@@ -301,14 +316,7 @@ def compare_runs(
     if not shared:
         raise UserError("the runs share no held-out task; give them the same validation tasks")
     configs = [_config(point.run) for point in points]
-    differing = sorted(
-        {
-            key
-            for a, b in itertools.pairwise(configs)
-            for key in (a.keys() | b.keys()) - _OURS
-            if a.get(key) != b.get(key)
-        }
-    )
+    differing = _differing(configs)
     if arms is not None:  # named arms are made in different ways and share few settings
         differing = [key for key in differing if all(key in config for config in configs)]
     settings = [
@@ -398,17 +406,18 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
 
 def _point(run: RunData, by: By, reached: float, name: str) -> Point:
     known_spent = spent(run)
+    iterations = run.iterations
     there = set(run.numbers_with("validation.jsonl"))
     known = [
         k
         for k, x in enumerate(known_spent[by])
-        if x is not None and x <= reached and run.iterations[k] in there
+        if x is not None and x <= reached and iterations[k] in there
     ]
     if not known:
         raise UserError(f"{run.folder}: no validation up to {compact(reached)} {UNITS[by]}")
     place = known[-1]
     scores: Scores = defaultdict(list)
-    iteration = run.iterations[place]
+    iteration = iterations[place]
     for row in read_jsonl(run.iteration_folder(iteration) / "validation.jsonl"):
         if name == "reward":
             value = row.get("reward")
@@ -445,6 +454,25 @@ def spent(run: RunData) -> dict[str, list[float | None]]:
         "tokens": [*running(lambda row: row.completion_tokens)],
         "seconds": [*running(lambda row: row.seconds.total)],
     }
+
+
+def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """Return the settings with differences between the runs, with each run's value."""
+    configs = [_config(run) for run in runs]
+    shown = [without_secrets(config) for config in configs]
+    return [(key, [_shown(config.get(key)) for config in shown]) for key in _differing(configs)]
+
+
+def _differing(configs: Sequence[Settings]) -> list[str]:
+    """Return the names of the settings with differences, without those of `_OURS`."""
+    return sorted(
+        {
+            key
+            for a, b in itertools.pairwise(configs)
+            for key in (a.keys() | b.keys()) - _OURS
+            if a.get(key) != b.get(key)
+        }
+    )
 
 
 def _config(run: RunData) -> Settings:

@@ -30,7 +30,7 @@ from ttrl.report.samples import (
     stamp_of,
 )
 from ttrl.run_folder.reader import RunData
-from ttrl.text import compact
+from ttrl.text import compact, present
 
 HELD_OUT = 6
 TRAINING = 8
@@ -46,10 +46,12 @@ _ENDINGS = {"length": "cut off at the length limit", "stop": "ended by itself"}
 
 
 @functools.cache
-def template(name: str) -> Template:
-    """Return a template of this folder; it escapes all inserted values but Markup."""
+def template(name: str, folder: Path | None = None) -> Template:
+    """Return a template of this folder, or of `folder` first; it escapes all inserted values but
+    Markup.
+    """
     return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(present([folder, Path(__file__).parent])),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

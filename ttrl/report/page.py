@@ -28,7 +28,6 @@ from ttrl.facts import MetricsRow
 from ttrl.monitoring.drift_report import read_newest_report
 from ttrl.report import figures, phrases
 from ttrl.report.conversations import held_out_pages, shown_findings, template, training_pages
-from ttrl.report.plan_table import NEAR, plan_table
 from ttrl.report.samples import spread, token_text_of
 from ttrl.run_folder.reader import RunData, model_name, read_run
 from ttrl.system.files import write_text
@@ -72,7 +71,18 @@ def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
     """
     run = read_run(Path(run_folder), rows)
     html = template("report.html").render(
-        css=css(),
+        css=css(), name=run.folder.absolute().name, body=report_body(run)
+    )
+    path = run.folder / FILE_NAME
+    write_text(path, visible(html))
+    return path
+
+
+def report_body(run: RunData) -> Markup:
+    """Return the page's content, for other pages too."""
+    from ttrl.report.plan_table import NEAR, plan_table  # it loads PyTorch
+
+    html = template("report_body.html").render(
         name=run.folder.absolute().name,
         model=model_name(run),
         summary=phrases.summary(run),
@@ -94,9 +104,7 @@ def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
         table=_table(run),
         settings=_settings(run),
     )
-    path = run.folder / FILE_NAME
-    write_text(path, visible(html))
-    return path
+    return Markup(html)
 
 
 def visible(html: str) -> str:

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from ttrl.data.packing.packed_file import load_packed, read_tensor
-from ttrl.data.packing.packed_format import IGNORE_LABEL
 from ttrl.errors import TtrlError
 from ttrl.monitoring.finding import Examples
 from ttrl.records import Sample
@@ -117,6 +115,8 @@ class TokenTable:
     """
 
     def __init__(self, run: RunData, number: int) -> None:
+        from ttrl.data.packing.packed_file import load_packed, read_tensor  # PyTorch takes seconds
+
         self._samples: dict[tuple[str, int], list[int]] = {}
         self._text = token_text_of(run, number)
         self._trainer = None
@@ -169,6 +169,8 @@ class TokenTable:
         return trained + [TokenFacts(token, value) for token, value in rest]
 
     def _trained(self, sample: Sample) -> list[TokenFacts]:
+        from ttrl.data.packing.packed_format import IGNORE_LABEL
+
         found: list[TokenFacts] = []
         for number in self._samples.get((sample.task_id, sample.sample), []):
             row = self._table[number].row

@@ -5,13 +5,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import RunFolderError, UserError
 from ttrl.run_folder.reader import read_run
 from ttrl.run_folder.token_text import folder_token_text, run_token_text
 from ttrl.system.files import write_text
 from ttrl.text import spans
+
+if TYPE_CHECKING:
+    from ttrl.data.packing.pack import PackedTensors
 
 FILE_NAME = "packed.safetensors"
 FIRST_ROWS = 8
@@ -24,9 +27,15 @@ class PackView:
 
     path: Path
     title: str
-    packed: PackedTensors
+    packed: "PackedTensors"
     rows: list[int]
     token_text: Callable[[int], str] | None
+
+    def html(self) -> str:
+        """Return the page. Raises PackError for too many rows for browsers to open."""
+        from ttrl.data.pictures.rows_page import packed_rows_html
+
+        return packed_rows_html(self.packed, self.rows, self.token_text, self.title)
 
     def write_html(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the page atomically, by default as packed.html next to the pack; return its path.
@@ -34,13 +43,11 @@ class PackView:
         Raises PackError for too many rows for browsers to open, StorageError when it cannot be
         written.
         """
-        from ttrl.data.pictures.rows_page import packed_rows_html
-
         if path is None:
             path = self.path.with_suffix(".html")
         else:
             path = Path(path)
-        write_text(path, packed_rows_html(self.packed, self.rows, self.token_text, self.title))
+        write_text(path, self.html())
         return path
 
     def write_png(self, path: str | os.PathLike[str]) -> Path:
@@ -81,6 +88,8 @@ def open_pack(
     Raises RunFolderError for a missing run, iteration or pack, PackError for an unreadable pack,
     UserError for rows out of range.
     """
+    from ttrl.data.packing.pack import PackedTensors  # it loads PyTorch
+
     run = Path(run)
     if run.suffix == ".safetensors" or run.is_file():
         if iteration is not None:

@@ -5,7 +5,7 @@ Missing values are None or an empty list here, and left out on the page.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ import yaml
 
 from ttrl.configs.base import Settings
 from ttrl.errors import RunFolderError
-from ttrl.facts import ConfigChange, Figure, MetricsRow, Pick, number, numbers, read_facts
+from ttrl.facts import ConfigChange, Figure, MetricsRow, Pick, number, numbers, parse_facts
 from ttrl.intervals import wilson
 from ttrl.run_folder.config_changes import history
 from ttrl.run_folder.folder import check_run_folder, read_yaml
-from ttrl.system.files import read_jsonl
 from ttrl.text import counted, present
 
 PHASES = ("sample", "pack", "train", "sync", "validate")
@@ -83,16 +82,30 @@ def read_run(folder: Path, rows: Sequence[MetricsRow] | None = None) -> RunData:
 
 def _rows(path: Path) -> list[MetricsRow]:
     try:
-        lines = read_jsonl(path)
-    except ValueError as error:
-        raise RunFolderError(
-            f"{error}; remove that line, or move the file away: only reports read it"
-        ) from error
-    return [
-        read_facts(MetricsRow, line)
-        for line in lines
-        if isinstance(line, dict) and isinstance(line.get("iteration"), int)
-    ]
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return [*rows_in(data.split(b"\n"), path)]
+
+
+def rows_in(lines: Sequence[bytes], path: Path, first: int = 1) -> Iterator[MetricsRow]:
+    """Read lines of metrics.jsonl at `path`, from line number `first`. An interrupted append may
+    have damaged the last one: it is left out. Raises RunFolderError for another damaged line.
+    """
+    for place, line in enumerate(lines, first):
+        if not line.strip():
+            continue
+        try:
+            yield parse_facts(MetricsRow, line)
+        except ValueError as error:
+            if place == first + len(lines) - 1:
+                return
+            raise RunFolderError(
+                f"{path}, line {place}: not JSON ({error}); remove that line, or move the file "
+                "away: only reports read it"
+            ) from error
+        except TypeError:  # no object, or one without an iteration
+            continue
 
 
 def _history(folder: Path) -> list[ConfigChange]:
@@ -111,7 +124,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=256)
 def _parsed(path: Path, changed: int, size: int) -> Mapping[str, Any]:
     """Parse a file once while it is unchanged: parsing YAML takes longer than looking at the rest
     of a run folder.
