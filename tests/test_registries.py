@@ -84,7 +84,7 @@ def test_a_registered_logger(vowels: None, tmp_path: Path) -> None:
     loggers.close()
     assert (tmp_path / "own.txt").read_text() == "3 0.5\n"
     (problem,) = logger_problems({"name": "rewards", "colour": 1})
-    assert problem == "loggers: rewards has no argument 'colour'; there are: file"
+    assert problem == "loggers: rewards has no argument 'colour'; choose from file"
     (problem,) = logger_problems("reward")
     assert "did you mean 'rewards'?" in problem
 

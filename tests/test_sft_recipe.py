@@ -121,7 +121,7 @@ def test_a_head_that_is_not_the_tied_embeddings_is_refused_before_the_data_is_re
     rows = train(folder, tmp_path)
     assert len(rows) == 2
     save_file({**tensors, "lm_head.weight": -embeddings}, file, metadata={"format": "pt"})
-    said = r"lm_head\.weight in model\.safetensors is not model\.embed_tokens\.weight in"
+    said = r"lm_head\.weight in model\.safetensors differs from model\.embed_tokens\.weight in"
     with pytest.raises(ModelFolderError, match=said):
         sft_recipe.read_examples(config(folder, tmp_path, ["no JSON"]))
 

@@ -194,7 +194,7 @@ def test_a_head_that_is_not_the_tied_embeddings_is_refused(family, changed):
     same = dict(iter_weights(folder))
     assert torch.equal(same["tok_embeddings.weight"], stored[name])
     rewrite(folder, lambda tensors: tensors[head][1].mul_(1.001))
-    said = rf"lm_head\.weight in model\.safetensors is not {re.escape(name)} in model\.safetensors"
+    said = rf"lm_head\.weight in model\.safetensors differs from {re.escape(name)} in model\.safetensors"
     with pytest.raises(ModelFolderError, match=said):
         next(iter_weights(folder))
 
