@@ -195,7 +195,7 @@ def test_too_little_room(tmp_path):
     for word in ("60 GB more", "4 GB a checkpoint", "30 GB are free", "keep_checkpoints=3"):
         assert word in warning
     with pytest.raises(
-        StorageError, match=r"next 2 iterations need 24 GB .* but 20 GB are free there; make room"
+        StorageError, match=r"next 2 iterations need 24 GB .* but only 20 GB are free; .*"
     ):
         judge_disk(DiskNeeds(**(vars(needs) | {"free": 20e9})), tmp_path)
     assert judge_disk(DiskNeeds(**(vars(needs) | {"free": None})), tmp_path) is None

@@ -99,7 +99,7 @@ def test_steps_in_a_row_are_counted_until_there_are_too_many(caplog):
     assert "optimizer step 7 is skipped (2 in a row): the gradient norm is nan" in caplog.text
     with pytest.raises(
         DivergedError,
-        match=r"step 8: the loss is inf; .* the 2 before it, .* max_skipped_steps \(2\)",
+        match=r"step 8: the loss is inf; .* like the 2 before it: .* max_skipped_steps \(2\)",
     ):
         skipped.skip(8, "the loss is inf", Model(), HERE)
 

@@ -23,6 +23,7 @@ from ttrl.facts import Sync
 from ttrl.launch.trainer import Trainer
 from ttrl.records import Handover
 from ttrl.run_folder.folder import RunFolder
+from ttrl.server.cpu import is_cpu_build
 from ttrl.server.model_folder import merge_adapter
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
@@ -227,6 +228,7 @@ def test_what_a_server_is_started_with(make, tmp_path):
         "seed": 5,
         "start_timeout": None,
         "env": {},
+        "cpu": is_cpu_build(),
     }
 
 

@@ -399,7 +399,10 @@ def test_magnitudes_are_never_gathered_in_bf16():
         ({"lora_targets": []}, "lora_targets is empty"),
         ({"lora_targets": ["w1", "w1"]}, "names a matrix twice"),
         ({"lora_targets": ["lm_head"]}, "it must be a list with each item one of 'q_proj'"),
-        ({"lora_base_dtype": "nf4", "compile": True}, "lora_base_dtype 'nf4' does not work with compile"),
+        (
+            {"lora_base_dtype": "nf4", "compile": True},
+            "lora_base_dtype 'nf4' does not work with compile",
+        ),
         (
             {"lora_base_dtype": "nf4", "lora_targets": ["output"]},
             "lora_base_dtype 'nf4' with an adapter on 'output'",
