@@ -30,7 +30,10 @@ BLOCK = re.compile(
     r"(?:^<!-- not run: (.*?) -->\n)?^(```+)([^\n]*)\n(.*?)^\2$", re.DOTALL | re.MULTILINE
 )
 NAMES = {name: getattr(ttrl, name) for name in ttrl.__all__}
-PROGRAMS = {"export", "git", "hf", "lm_eval", "pip", "pre-commit", "ray", "source", "tune"}
+PROGRAMS = {
+    *("cd", "export", "git", "hf", "llama-cli", "lm_eval", "ollama"),
+    *("pip", "pre-commit", "ray", "source", "tune", "uv"),
+}
 """Programs of others, whose arguments are not checked here."""
 
 

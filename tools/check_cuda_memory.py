@@ -48,7 +48,7 @@ from transformers import AutoConfig
 from ttrl.configs import GRPOConfig
 from ttrl.configs.recipe import NF4_BLOCK
 from ttrl.costs.memory import Workload, training_memory
-from ttrl.training.kernels import head_blocks, logprobs
+from ttrl.training.kernels import head_blocks
 from ttrl.training.kernels.head_blocks import HeadWeights
 from ttrl.training.models import blocks, transformers_decoder
 from ttrl.training.models import expert_routing as routing
@@ -178,7 +178,6 @@ def without_numbers() -> Iterator[None]:
         mock.patch.object(transformers_decoder, "branching_convolution", convolve_all),
         mock.patch.object(routing.Routing, "_watch", lambda *_: None),  # it counts tokens
         mock.patch.object(head_blocks, "fused_kernels", lambda _: Kernels),
-        mock.patch.object(logprobs, "fused_kernels", lambda _: Kernels),
         # CPUs have no such product.
         mock.patch.object(HeadWeights, "logits", lambda _, h_nD, buffer: buffer[: len(h_nD)]),
         mock.patch.object(Tensor, "item", lambda _: 1.0),

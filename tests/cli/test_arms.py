@@ -310,7 +310,7 @@ def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, t
     )
     with pytest.raises(RunFolderError, match="marks"):
         supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 4])
-    with pytest.raises(UserError, match="no metric 'format'; choose one of reward, exact"):
+    with pytest.raises(UserError, match="no metric 'format'; choose from reward, exact"):
         supervised_run(
             tmp_path / "other",
             own,

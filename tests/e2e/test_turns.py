@@ -19,6 +19,7 @@ from support.tiny_models import save_packs
 from support.training_steps import adapter_config, move_adapters, packed_rows, trained
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ttrl.records import Canary
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.optimizer.state import save_state
 from ttrl.training.parallel.distributed import Ranks
@@ -68,7 +69,7 @@ def _saved_alone(root: Path, name: str) -> None:
         root / family,
         HERE,
         config=config,
-        canary={},
+        canary=Canary(1, "float32", [0, 1], [None, -1.0], [1], [-1.0], [0.0]),
         max_shard_bytes=20_000,
     )
     save_state(folder / "state", policy, optimizer, 1, HERE)

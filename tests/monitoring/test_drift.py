@@ -101,7 +101,7 @@ def test_limits_follow_dtype_and_device_and_can_be_changed():
     assert changed == dataclasses.replace(DEFAULT_LIMITS["fp32", "cpu"], mean=3.0, ess=None)
     assert config(drift_limits={"mean": 0, "worst": 1}).watch_problems() == [
         "drift_limits: mean is 0; it must be above 0, or null for no limit",
-        "drift_limits: unknown limit 'worst'; there are mean, p999, ess, outside",
+        "drift_limits: unknown limit 'worst'; choose from mean, p999, ess, outside",
     ]
 
 

@@ -45,7 +45,10 @@ def test_a_head_that_differs_is_named_with_the_embeddings(row, tmp_path):
         check_tied_head([first, second], chunk_bytes=16)
     said = str(error.value)
     assert said.startswith(f"{tmp_path}: config.json ties the output head")
-    assert "lm_head.weight in second.safetensors differs from transformer.wte.weight in first.s" in said
+    assert (
+        "lm_head.weight in second.safetensors differs from transformer.wte.weight in first.s"
+        in said
+    )
     assert "their values differ" in said and '"tie_word_embeddings": false' in said
 
 

@@ -199,8 +199,8 @@ def _arms(
         plain = name.replace("-", "").replace("_", "")
         if name in ("start", *runs, *supervised) or not plain.isalnum():
             raise UserError(
-                f"--arm {name}: give another name, of letters, digits and dashes; {RL} and {SFT} "
-                "are there"
+                f"--arm {name}: choose another name of letters, digits and dashes; {RL} and {SFT} "
+                "are taken"
             )
         own = [text.removeprefix(_OF_SFT) for text in changes if text.startswith(_OF_SFT)]
         if own and len(own) < len(changes):

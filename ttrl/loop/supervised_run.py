@@ -173,7 +173,7 @@ def _said(run: Path, row: MetricsRow, metric: str) -> float:
     value = number(row.held_out(metric))
     if value is None:
         known = ", ".join(["reward", *(row.validation or {})])
-        raise UserError(f"{run}: the held-out tasks have no metric {metric!r}; they have {known}")
+        raise UserError(f"{run}: the held-out tasks have no metric {metric!r}; choose from {known}")
     steps = counted(row.train.global_step or 0, "supervised step")
     Console().line(f"{run.name}: after {steps}, held-out {metric} {held_out_text(row, metric)}")
     return value

@@ -84,6 +84,7 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> Non
                 f"port {port} of {HOST} cannot be used ({error}); choose another one with --port, "
                 "or leave it out for a free one"
             ) from error
+        listener.listen()  # so the address works once it is printed
         say(f"http://{HOST}:{listener.getsockname()[1]}/?key={key}")
         config = uvicorn.Config(
             make_app(runs, key),

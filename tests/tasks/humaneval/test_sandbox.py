@@ -337,7 +337,7 @@ def stop(*_, **__):
 
 sandbox_child._call = stop
 try:
-    sandbox_child._shut_in({"folders": [], "disk": 1})
+    sandbox_child._shut_in(sandbox_child.Order("", "", [], 1.0, 1, 1, 1, 1))
 except OSError:
     pass
 print("found" if call(ctypes.c_long(keyctl), search, session, b"user", b"ttrl-test", 0) > 0 else "gone")
