@@ -23,6 +23,7 @@ from support.handing_over import HandingOver
 from ttrl import TrainConfig
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ServerError, WeightSyncError
+from ttrl.facts import dumped
 from ttrl.records import Canary, Handover
 from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
@@ -62,7 +63,7 @@ def checkpoints(folder):
             TrainingConfig(model=str(checkpoint), output_dir="", dtype="fp32", device="cpu"), HERE
         )
         (checkpoint / "canary.json").write_text(
-            json.dumps(compute_canary(policy, HERE.device, checkpoint))
+            dumped(compute_canary(policy, HERE.device, checkpoint))
         )
         with safe_open(checkpoint / "model.safetensors", "pt") as file:
             assert "lm_head.weight" not in file.keys()  # noqa: SIM118
