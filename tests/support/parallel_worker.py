@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.pack import PackedTensors
@@ -32,7 +32,7 @@ from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
 from ttrl.training.optimizer.state import load_state, save_state, state_tensors
-from ttrl.training.parallel.distributed import Ranks, ranks
+from ttrl.training.parallel.distributed import STORE_VARIABLE, Ranks, ranks
 from ttrl.training.parallel.gradients import settle
 from ttrl.training.parallel.sharding import copy_whole, full_tensor
 from ttrl.training.policy import policy as weights
@@ -168,9 +168,7 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
 def child(job: dict, rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["processes"]))
-    if job["processes"] > 1:  # a port could be taken by others before it is used
-        where = {"init_method": f"file://{meeting}", "rank": rank, "world_size": job["processes"]}
-        distributed.init_process_group = functools.partial(distributed.init_process_group, **where)
+    os.environ[STORE_VARIABLE] = meeting  # others could take a port before its use
     folder = Path(job["output_dir"])
     try:
         settings = {
