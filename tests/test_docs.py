@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any, ClassVar
 
 import picture_report
 import pytest
@@ -25,6 +26,7 @@ import yaml
 from support.chat_server import ChatHandler, choice, completion, threaded
 from support.facts import rows_of
 from support.readme import first_task
+from transformers import AutoTokenizer
 
 import ttrl
 from ttrl import PackedTensors, TrainConfig, plan
@@ -333,13 +335,27 @@ def loop_of_ones_own(iterations: int) -> str:
 class SortsSometimes(ChatHandler):
     """Sorts the letters of each question's last word for every second sample."""
 
+    tokenizer: ClassVar[Any]
+
     def do_POST(self) -> None:  # noqa: N802
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         word = re.findall(r"[a-z]+", body["messages"][-1]["content"])[-1]
         texts = ("".join(sorted(word)), word)
-        self.send(
-            completion([choice(number, texts[number % 2]) for number in range(body["n"])]).body
-        )
+        answers = [self.answer(number, texts[number % 2]) for number in range(body["n"])]
+        self.send(completion(answers).body)
+
+    def answer(self, number: int, text: str) -> dict[str, Any]:
+        """Return a choice with the ids of the served model's tokenizer."""
+        ids = [
+            *self.tokenizer.encode(text, add_special_tokens=False),
+            self.tokenizer.eos_token_id,
+        ]
+        content = [
+            {"token": self.tokenizer.decode([one]), "logprob": -0.5, "bytes": None}
+            | {"top_logprobs": []}
+            for one in ids
+        ]
+        return choice(number, text, token_ids=ids, logprobs={"content": content})
 
 
 class StandIn:
@@ -348,6 +364,7 @@ class StandIn:
     def __init__(self, model: Path, **settings: object) -> None:
         assert (model / "config.json").is_file() and settings["dtype"] == "fp32"
         self._stack = contextlib.ExitStack()
+        SortsSometimes.tokenizer = AutoTokenizer.from_pretrained(model)
 
     def __enter__(self) -> "StandIn":
         self.address = self._stack.enter_context(threaded(SortsSometimes))
