@@ -393,7 +393,8 @@ def test_the_loop_of_ones_own_trains(
     (line,) = read_jsonl(tmp_path / "out" / "1" / "train.jsonl")
     assert line["grad_norm"] > 0 and line["trained_tokens"] > 128
     packed = PackedTensors.load(tmp_path / "out" / "1" / "packed.safetensors")
-    assert len(packed.samples) == 128 and "tokenizer" in packed.metadata
+    # One word is sorted already, so its group has no signal.
+    assert len(packed.samples) == 120 and "tokenizer" in packed.metadata
 
 
 @pytest.mark.e2e
