@@ -11,6 +11,7 @@ import pytest
 import ttrl
 
 PUBLIC = [
+    "AdvantageConfig",
     "Cache",
     "Chat",
     "GRPOConfig",
@@ -30,6 +31,7 @@ PUBLIC = [
     "TokenBudget",
     "TokenizedResult",
     "TrainConfig",
+    "advantages_of",
     "agent_task",
     "compare",
     "consume_chat_completion_stream",
