@@ -56,8 +56,9 @@ def test_a_run_asks_for_what_a_run_may_have(step, rehearse, tmp_path):
     asked = []
 
     def make(folder, *_):
-        folder.mkdir(parents=True)
-        return folder
+        made = tmp_path / folder.name
+        made.mkdir()
+        return made
 
     def train(config, *_, **__):
         asked.append(config.check("TrainConfig"))
