@@ -55,15 +55,17 @@ def test_answers_of_a_random_model_end_after_as_many_tokens_as_gsm8ks():
 def test_a_run_asks_for_what_a_run_may_have(step, rehearse, tmp_path):
     asked = []
 
+    class Here(Place):
+        models = tmp_path / "models"
+
     def make(folder, *_):
-        made = tmp_path / folder.name
-        made.mkdir()
-        return made
+        folder.mkdir(parents=True)
+        return folder
 
     def train(config, *_, **__):
         asked.append(config.check("TrainConfig"))
 
-    place = Place(Report(tmp_path / "logs"), tmp_path, rehearse)
+    place = Here(Report(tmp_path / "logs"), tmp_path, rehearse)
     step(place, step_runs.Means(make, train))
     assert asked[0].iterations > 1
 
