@@ -203,15 +203,20 @@ def test_either_signal_ends_it_in_order(tmp_path, number, code):
         command = [sys.executable, "-m", "ttrl.cli", "proxy", address]
         with subprocess.Popen(
             [*command, "--output", str(run), "--key-file", str(key_file)],
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
+            # A shell starts background jobs, and so perhaps these tests, with SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as proxy:
-            opened = next(line for line in proxy.stderr if "sessions are opened at" in line)
-            session = asked(opened.split()[-1], key_file.read_text().strip(), {"id": "a"})
-            listed = asked(session["base_url"] + "/models", session["api_key"])
-            assert "m" in [one["id"] for one in listed["data"]]  # what the address calls it
-            proxy.send_signal(number)
-            proxy.stderr.read()
+            try:
+                opened = next(line for line in proxy.stdout if "open sessions at" in line)
+                session = asked(opened.split()[-1], key_file.read_text().strip(), {"id": "a"})
+                listed = asked(session["base_url"] + "/models", session["api_key"])
+                assert "m" in [one["id"] for one in listed["data"]]  # what the address calls it
+                proxy.send_signal(number)
+                proxy.communicate(timeout=60)
+            finally:
+                proxy.kill()
     assert proxy.returncode == code
     assert not (run / "owner.json").exists()  # the folder is given back
 
