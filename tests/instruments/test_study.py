@@ -140,6 +140,18 @@ def test_the_second_step_of_an_iteration_is_studied_where_the_first_has_led(two_
         assert larger / smaller == pytest.approx(4, rel=0.3)
 
 
+def test_the_age_of_steps_within_an_iteration_is_told(run, tmp_path):
+    """The third step of an iteration: its momentum holds two earlier steps of the same iteration,
+    whose states lie in no file.
+    """
+    checkpoint = train(tmp_path, 3, run, run.parent / "state", updates_per_iteration=3)
+    found = study(checkpoint, sequences=16, factors=[1.0], dtype="fp64", update=3)
+    assert (found["update"], found["updates"], found["global_step"]) == (3, 3, 5)
+    assert [(one["newest"], one["oldest"]) for one in found["ages"]][:2] == [(1, 1), (2, 2)]
+    parts = sum(one["value"] for one in found["ages"])
+    assert parts == pytest.approx(found["parts"]["earlier"], rel=1e-9)
+
+
 def test_adapters_alone_are_studied_where_they_alone_are_trained(model_folder, tmp_path):
     """The second step of an iteration, so that both of an adapter's matrices have a gradient."""
     settings = {

@@ -12,14 +12,17 @@ The study reports
               weight decay
     tokens    those with the largest effect on the entropy, and the reasons for differences of
               sampler and trainer (`ttrl.instruments.tokens`)
-    kernel    the Fisher kernel between tokens and sequences, on request
-              (`ttrl.instruments.fisher`)
+    effects   of each answer of the update on the entropy (`ttrl.instruments.sequence_effects`)
+    kernel    the Fisher kernel between answers, on request (`ttrl.instruments.fisher`)
 
-An update made from the measured answers would overstate its effect. So a random half of each
-prompt's answers makes the update of `response`. The other half makes the entropy batch, with the
-answers of the iteration's later steps: prompts drawn uniformly with replacement, one answer for
-each. `step` is about the whole batch, and `half_cosine` compares the two vectors. Only prompts with
-a signal are in the pack, so the entropy is that of their answers.
+The entropy batch is a held-out one (`ttrl.instruments.held_out`): prompts drawn uniformly with
+replacement, one answer each. Then the whole step is studied.
+
+Without held-out tasks, both batches come from the pack. An update made from the measured answers
+would overstate its effect. So a random half of each prompt's answers makes the update of
+`response`. The other half makes the entropy batch, with the answers of the iteration's later steps.
+`step` is about the whole batch, and `half_cosine` compares the two vectors. The pack holds only
+prompts with a signal, so the entropy is that of their answers.
 
 If an iteration takes several steps, those before the studied one are taken again, as in the recipe;
 answers are weighted by the policy of their sampling, the iteration's first.
@@ -193,6 +196,7 @@ class _Study:
         values = self.trained.values
         self.head = None if values is None else values.head
         self.first_step = self.trained.stepper.global_step
+        self.rule = rule_of(config, self.first_step)
         self._pass_before(self.head, self.trained.rewards)
         self.momenta: list[Vector] = []
         """Between the iteration's earlier steps."""
