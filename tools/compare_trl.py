@@ -210,6 +210,14 @@ def shared_settings(
     ]
 
 
+def check_equal(sizes: Sizes, seed: int) -> None:
+    """Raise SystemExit if the two have a different setting."""
+    found = shared_settings(ttrl_settings(sizes, seed), trl_settings(sizes, seed), sizes)
+    different = [f"{one.meaning}: {one.ttrl} and {one.trl}" for one in found if one.ttrl != one.trl]
+    if different:
+        sys.exit(f"compare_trl: ttrl and TRL would differ in {'; '.join(different)}")
+
+
 def pinned(name: str) -> str:
     """Return a package with the version in ttrl/tested_versions.txt."""
     text = (ROOT / "ttrl" / "tested_versions.txt").read_text(encoding="utf-8")
@@ -359,14 +367,14 @@ def run_ttrl(folder: Path, sizes: Sizes, seed: int) -> None:
     train(config, get_structured_output_tasks("train", n=1024, seed=seed))
 
 
-def trl_order(folder: Path, sizes: Sizes, seed: int) -> dict[str, Any]:
+def trl_order(folder: Path, sizes: Sizes, seed: int, model: str) -> dict[str, Any]:
     """Return the order for TRL's arm."""
     rows = [
         {"prompt": [*task.messages], "expected": task.grader.reference()}
         for task in train_tasks(sizes, seed, folder / "run")
     ]
     return {
-        "model": str(ready_model(MODEL)),
+        "model": model,
         "output": str(folder),
         "settings": trl_settings(sizes, seed),
         "rows": rows,
@@ -386,7 +394,8 @@ def run_arm(name: str, folder: Path, sizes: Sizes, seed: int) -> None:
         variables = {}
     else:
         order = folder / "order.json"
-        write_text(order, json.dumps(trl_order(folder, sizes, seed), indent=1))
+        model = str(ready_model(MODEL))
+        write_text(order, json.dumps(trl_order(folder, sizes, seed, model), indent=1))
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
         command = [str(make_environment()), *launch, str(sizes.processes), str(ARM), str(order)]
         threads = max(1, (os.cpu_count() or 1) // sizes.processes)
@@ -552,6 +561,7 @@ def main() -> None:
     ready_model(MODEL)  # before the clock starts
     seeds = range(arguments.seeds)
     for seed in seeds:
+        check_equal(sizes, seed)
         turn = ARMS if seed % 2 == 0 else ARMS[::-1]
         for name in turn:
             run_arm(name, folder / f"{name}-{seed}", sizes, seed)

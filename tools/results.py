@@ -133,11 +133,13 @@ def minutes(rows: Sequence[MetricsRow]) -> float:
     return round(sum(row.seconds.total or 0.0 for row in rows) / 60, 1)
 
 
-def taken(runs: Mapping[str, Path]) -> dict[str, Any]:
-    """Return the figures of run folders, by their labels."""
+def taken(runs: Mapping[str, Path], metric: str | None = None) -> dict[str, Any]:
+    """Return the figures of run folders, by their labels. metric: of the held-out tasks; None: the
+    first run's `validation_metric`.
+    """
     read = {label: read_run(folder) for label, folder in runs.items()}
     first = next(iter(read.values()))
-    metric = str(first.config.get("validation_metric", "reward"))
+    metric = metric or str(first.config.get("validation_metric", "reward"))
     curves = []
     for label, run in read.items():
         points = held_out_points(run, metric)
@@ -272,13 +274,14 @@ def main() -> None:
     add.add_argument("runs", nargs="+", metavar="[LABEL=]RUN")
     add.add_argument("--title", required=True)
     add.add_argument("--command", required=True)
+    add.add_argument("--metric", help="of the held-out tasks (the run's own)")
     add.add_argument("--note", default="", help="what a reader should know, good or bad")
     arguments = parser.parse_args()
     if arguments.action == "add":
         file = DOCS / FOLDER / DATA
         results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         told = {name: getattr(arguments, name) for name in ("title", "command", "note")}
-        results[arguments.name] = told | taken(runs_of(arguments.runs))
+        results[arguments.name] = told | taken(runs_of(arguments.runs), arguments.metric)
         file.parent.mkdir(exist_ok=True)
         write_text(file, json.dumps(results, indent=1) + "\n")
     write()
