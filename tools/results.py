@@ -107,18 +107,22 @@ def picture(title: str, curves: Sequence[Curve], axis: str = "iteration") -> str
 
 
 def held_out_points(run: RunData, metric: str) -> list[list[float | None]]:
-    """Return [iteration, mean, low, high] of each policy that was asked the held-out tasks."""
+    """Return [iteration, mean, low, high, FLOPs so far] of each policy that was asked the held-out
+    tasks. The FLOPs leave out those of held-out tasks.
+    """
     found = []
+    flops = 0.0
     for row in run.rows:
+        flops += (row.flops.total or 0.0) - (row.flops.validation or 0.0)
         mean = number(row.held_out(metric))
         if mean is not None:
             low, high = (row.validation_intervals or {}).get(metric, (None, None))
-            found.append([row.iteration, mean, low, high])
+            found.append([row.iteration, mean, low, high, flops])
     return _rounded(found)
 
 
 def _rounded(points: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    return [[None if one is None else round(one, 4) for one in point] for point in points]
+    return [[None if one is None else float(f"{one:.4g}") for one in point] for point in points]
 
 
 def machine(environment: Mapping[str, Any]) -> str:
@@ -166,7 +170,7 @@ def taken(runs: Mapping[str, Path], metric: str | None = None) -> dict[str, Any]
 
 
 def _value(point: Sequence[float | None]) -> str:
-    _, mean, low, high = point
+    _, mean, low, high, _ = point
     if low is None or high is None:
         return f"{mean:.3f}"
     return f"{mean:.3f} ({low:.3f} to {high:.3f})"
@@ -192,7 +196,7 @@ def _row(name: str, result: Mapping[str, Any], label: str, curves: Sequence[Any]
     what = result["title"]
     if len(result["curves"]) > 1:
         what = f"{what}: {label}"
-    iterations = ", ".join(str(one[0]) for one in dict.fromkeys(tuple(one) for one in after))
+    iterations = ", ".join(dict.fromkeys(f"{one[0]:g}" for one in after))
     spent = ", ".join(f"{curve['minutes']:g}" for curve in curves)
     commit = result["commit"].partition("+")[0][:8]
     tasks = f"{result['metric']}, {result['tasks']}"
@@ -218,23 +222,28 @@ def tables(results: Mapping[str, Any]) -> str:
 
 
 def pictures(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each picture, by its file's name."""
+    """Return the text of each picture, by its file's name: a run over its iterations, several over
+    their FLOPs.
+    """
     made = {}
     for name, result in results.items():
         labels = list(_labels(result))
         curves = []
         for one in result["curves"]:
             label = one["label"].partition("-")[0]
-            points = [Point(*point) for point in one["held_out"]]
             alone = len(result["curves"]) == 1
-            if not alone:
-                points = [Point(point.x, point.y) for point in points]
-            shown = f"held out, {result['metric']}" if alone else label
+            if alone:
+                shown = f"held out, {result['metric']}"
+                points = [Point(*point[:4]) for point in one["held_out"]]
+            else:
+                shown = label
+                points = [Point(point[4], point[1]) for point in one["held_out"]]
             curves.append(Curve(shown, points, 1 + labels.index(label)))
             if alone:
                 rewards = [Point(*point) for point in one["rewards"]]
                 curves.append(Curve("reward of the samples", rewards, 2, dashed=True))
-        made[f"{name}.svg"] = picture(result["title"], curves)
+        axis = "iteration" if len(result["curves"]) == 1 else "FLOP"
+        made[f"{name}.svg"] = picture(result["title"], curves, axis)
     return made
 
 
