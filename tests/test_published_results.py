@@ -115,6 +115,15 @@ def test_ratios_are_those_of_trl_over_ttrl_without_the_first_step() -> None:
     ]
 
 
+def test_the_share_of_exact_answers_is_read_from_an_evaluation(tmp_path: Path) -> None:
+    tasks = [
+        {"id": f"t{number}", "digest": "d", "scores": [float(number < 3)]} for number in range(4)
+    ]
+    found = {"format": 1, "sets": {"json": {"score": "exact", "tasks": tasks}}}
+    (tmp_path / "held_out.json").write_text(json.dumps(found))
+    assert compare_trl.accuracy(tmp_path / "held_out.json") == "0.750 (0.301 to 0.954)"
+
+
 def test_an_arm_is_measured_with_its_children(tmp_path: Path) -> None:
     work = "x = bytearray(60_000_000); sum(i * i for i in range(20_000_000))"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"

@@ -37,6 +37,7 @@ from ttrl import TrainConfig, evaluate, train
 from ttrl.evaluation.comparison import compare_seeds
 from ttrl.evaluation.eval_results import read_result
 from ttrl.facts import number
+from ttrl.intervals import estimate_mean
 from ttrl.loop.task_stream import TaskStream
 from ttrl.ready_models import ready_model
 from ttrl.run_folder.folder import RunFolder
@@ -451,7 +452,7 @@ def ask(model: str, output: Path, held_out: Sequence[Task], max_tokens: int) -> 
 
 def accuracy(path: Path) -> str:
     """Return the share of exact answers in an evaluation, with its interval."""
-    found = read_result(path).sets[SET].accuracy
+    found = estimate_mean([one.known for one in read_result(path).sets[SET].tasks])
     return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 
