@@ -162,6 +162,20 @@ def test_a_result_is_taken_from_its_run(tmp_path: Path) -> None:
     assert curve["minutes"] == 0.7
 
 
+def test_evaluations_stand_in_for_held_out_tasks_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 5, "reward": 0.5}\n')
+    files = [tmp_path / "before.json", tmp_path / "after.json"]
+    for file, right in zip(files, (1, 3), strict=True):
+        scores = [float(number < right) for number in range(4)]
+        rows = [{"id": f"t{n}", "digest": "d", "scores": [one]} for n, one in enumerate(scores)]
+        sets = {"json": {"score": "exact", "tasks": rows}}
+        file.write_text(json.dumps({"format": 1, "sets": sets}))
+    found = results.taken({"run": tmp_path}, "exact", files)
+    assert found["tasks"] == 4
+    points = found["curves"][0]["held_out"]
+    assert [point[:2] for point in points] == [[0, 0.25], [5, 0.75]]
+
+
 def test_a_run_without_held_out_figures_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "reward": 0.5}\n')
     with pytest.raises(SystemExit, match="no held-out figure reward"):

@@ -14,11 +14,14 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ttrl.evaluation.eval_results import read_result
 from ttrl.facts import MetricsRow, number
+from ttrl.intervals import estimate_mean
 from ttrl.report.charts import HEIGHT, WIDTH, Series, line_chart
 from ttrl.run_folder.reader import RunData, read_run
 from ttrl.system.files import write_text
@@ -121,6 +124,16 @@ def held_out_points(run: RunData, metric: str) -> list[list[float | None]]:
     return _rounded(found)
 
 
+def asked_points(files: Sequence[Path], iterations: Sequence[int]) -> list[list[float | None]]:
+    """Return the points of evaluations by `ttrl eval`, for runs without held-out tasks."""
+    found = []
+    for file, iteration in zip(files, iterations, strict=True):
+        [one] = read_result(file).sets.values()
+        share = estimate_mean([task.known for task in one.tasks])
+        found.append([iteration, share.mean, share.low, share.high, 0.0])
+    return _rounded(found)
+
+
 def _rounded(points: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
     return [[None if one is None else float(f"{one:.4g}") for one in point] for point in points]
 
@@ -137,9 +150,13 @@ def minutes(rows: Sequence[MetricsRow]) -> float:
     return round(sum(row.seconds.total or 0.0 for row in rows) / 60, 1)
 
 
-def taken(runs: Mapping[str, Path], metric: str | None = None) -> dict[str, Any]:
-    """Return the figures of run folders, by their labels. metric: of the held-out tasks; None: the
-    first run's `validation_metric`.
+def taken(
+    runs: Mapping[str, Path], metric: str | None = None, asked: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Return the figures of run folders, by their labels.
+
+    metric: of the held-out tasks; None: the first run's `validation_metric`.
+    asked: evaluations of the first and the last policy, for a run without held-out tasks.
     """
     read = {label: read_run(folder) for label, folder in runs.items()}
     first = next(iter(read.values()))
@@ -147,6 +164,8 @@ def taken(runs: Mapping[str, Path], metric: str | None = None) -> dict[str, Any]
     curves = []
     for label, run in read.items():
         points = held_out_points(run, metric)
+        if asked:
+            points = asked_points(asked, [0, run.iterations[-1]])
         if not points:
             sys.exit(f"results: {run.folder} has no held-out figure {metric}")
         rewards = [[row.iteration, number(row.reward)] for row in run.trained]
@@ -159,10 +178,12 @@ def taken(runs: Mapping[str, Path], metric: str | None = None) -> dict[str, Any]
             }
         )
     environment = first.environment
-    asked = next((row.validation_samples for row in first.rows if row.validation_samples), None)
+    tasks = next((row.validation_samples for row in first.rows if row.validation_samples), None)
+    if asked:
+        tasks = sum(len(one.tasks) for one in read_result(asked[0]).sets.values())
     return {
         "metric": metric,
-        "tasks": asked,
+        "tasks": tasks,
         "commit": str(environment.get("git_commit", "unknown")),
         "machine": machine(environment),
         "curves": curves,
@@ -216,7 +237,7 @@ def tables(results: Mapping[str, Any]) -> str:
     for name, result in results.items():
         lines += ["", f"## {name.replace('_', ' ')}", ""]
         lines += ["```", *result["command"].splitlines(), "```", ""]
-        lines += [*result["note"].splitlines(), ""]
+        lines += [textwrap.fill(" ".join(result["note"].split()), 100), ""]
         lines += [f"![{result['title']}]({FOLDER}/{name}.svg)"]
     return "\n".join(lines)
 
@@ -284,13 +305,17 @@ def main() -> None:
     add.add_argument("--title", required=True)
     add.add_argument("--command", required=True)
     add.add_argument("--metric", help="of the held-out tasks (the run's own)")
+    both = "evaluations (ttrl eval --output) of the first and last policy of a run without its own"
+    add.add_argument("--asked", nargs=2, type=Path, default=[], metavar="FILE", help=both)
     add.add_argument("--note", default="", help="what a reader should know, good or bad")
     arguments = parser.parse_args()
     if arguments.action == "add":
         file = DOCS / FOLDER / DATA
         results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         told = {name: getattr(arguments, name) for name in ("title", "command", "note")}
-        results[arguments.name] = told | taken(runs_of(arguments.runs), arguments.metric)
+        results[arguments.name] = told | taken(
+            runs_of(arguments.runs), arguments.metric, arguments.asked
+        )
         file.parent.mkdir(exist_ok=True)
         write_text(file, json.dumps(results, indent=1) + "\n")
     write()
