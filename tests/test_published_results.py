@@ -127,7 +127,7 @@ def test_the_share_of_exact_answers_is_read_from_an_evaluation(tmp_path: Path) -
 def test_an_arm_is_measured_with_its_children(tmp_path: Path) -> None:
     work = "x = bytearray(60_000_000); sum(i * i for i in range(20_000_000))"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {work!r}])"
-    usage = compare_trl.watched([sys.executable, "-c", child], tmp_path / "log.txt", {})
+    usage = compare_trl.watched([sys.executable, "-c", child], tmp_path / "log.txt", {}, every=0.05)
     assert usage.peak_bytes > 60_000_000
     assert usage.cpu_seconds > 0
     assert usage.seconds > 0

@@ -55,7 +55,7 @@ SAME_VERSIONS = ("torch", "transformers", "accelerate", "datasets", "msgspec")
 ARMS = ("ttrl", "TRL")
 MODEL = "smollm2-135m"
 SET = "json"
-POLL = 0.5  # seconds between two looks at a process
+POLL = 2.0  # seconds between two looks at a process: each takes CPU time from it
 UNEQUAL = (
     "ttrl samples with vLLM; TRL samples with transformers, because its vLLM modes need CUDA.",
     "ttrl stores a prompt once for its samples; TRL pads each sample.",
@@ -255,9 +255,10 @@ class Usage(NamedTuple):
 class Watch(threading.Thread):
     """Looks at a process and its descendants until `stop`."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, every: float) -> None:
         super().__init__(daemon=True)
         self._pid = pid
+        self._every = every
         self._done = threading.Event()
         self._cpu: dict[tuple[int, float], float] = {}
         self.peak = 0
@@ -269,7 +270,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Look, again and again."""
-        while not self._done.wait(POLL):
+        while not self._done.wait(self._every):
             self.look()
 
     def look(self) -> None:
@@ -295,14 +296,18 @@ class Watch(threading.Thread):
         self.join()
 
 
-def watched(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> Usage:
-    """Run a command to its end, and measure it. Raises SystemExit if it fails."""
+def watched(
+    command: Sequence[str], log: Path, variables: Mapping[str, str], every: float = POLL
+) -> Usage:
+    """Run a command to its end, and measure it, with a look `every` so many seconds. Raises
+    SystemExit if it fails.
+    """
     started = time.perf_counter()
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **variables}
         )
-        watch = Watch(process.pid)
+        watch = Watch(process.pid, every)
         watch.start()
         try:
             status = process.wait()

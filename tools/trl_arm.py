@@ -4,7 +4,7 @@
 
 The order names the model, a folder for the results, the settings of GRPOConfig, and a row for each
 prompt: its messages and the JSON that is right. The grader is ttrl's own. The folder then has
-steps.json, the figures of each step, and model/.
+steps.json, the figures of each step, written after each step, and model/.
 """
 
 import json
@@ -53,9 +53,10 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepClock(TrainerCallback):
-    """Collects the seconds of each step."""
+    """Collects the seconds of each step, and writes them with TRL's own figures."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
+        self._file = file
         self.trainer: TimedTrainer | None = None
         self.steps: list[dict[str, float]] = []
         self._started = 0.0
@@ -72,6 +73,20 @@ class StepClock(TrainerCallback):
         for part, seconds in self.trainer.seconds.items():
             step[part] = seconds - self._before[part]
         self.steps.append(step)
+
+    def on_log(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        """Write the figures of all steps so far."""
+        logged = [row for row in state.log_history if "reward" in row]
+        if not logged or not self.trainer.is_world_process_zero():
+            return
+        found = {
+            "torch": torch.__version__,
+            "dtype": str(next(self.trainer.model.parameters()).dtype),
+            "first_prompt": self.trainer.first_prompt,
+            "seconds": self.steps,
+            "logged": logged,
+        }
+        self._file.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def reward(completions: list, expected: list[str], log_metric: Any, **_: Any) -> list[float]:
@@ -91,7 +106,7 @@ def main() -> None:
     """Train as the order says."""
     order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     output = Path(order["output"])
-    clock = StepClock()
+    clock = StepClock(output / "steps.json")
     trainer = TimedTrainer(
         model=order["model"],
         args=GRPOConfig(output_dir=str(output / "trl"), **order["settings"]),
@@ -103,16 +118,6 @@ def main() -> None:
     clock.trainer = trainer
     trainer.train()
     trainer.save_model(str(output / "model"))
-    if trainer.is_world_process_zero():
-        logged = [row for row in trainer.state.log_history if "reward" in row]
-        found = {
-            "torch": torch.__version__,
-            "dtype": str(next(trainer.model.parameters()).dtype),
-            "first_prompt": trainer.first_prompt,
-            "seconds": clock.steps,
-            "logged": logged,
-        }
-        (output / "steps.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
