@@ -242,7 +242,8 @@ def gradient_noise() -> str:
     for power in (-4, -2, 0, 2, 4):
         name = {-4: "1/16 ×", -2: "1/4 ×", 0: "S/|G|²", 2: "4 ×", 4: "16 ×"}[power]
         drawing.text(place(2.0**power, 0)[0], bottom + 18, name, "small soft middle")
-    drawing.text(left, top - 20, "progress of a step, as a share of a noiseless one's", "small soft")
+    title = "progress of a step, as a share of a noiseless one's"
+    drawing.text(left, top - 20, title, "small soft")
     curve = [2.0 ** (step / 8) for step in range(-32, 33)]
     drawing.path([place(batch, batch / (batch + 1)) for batch in curve], "curve")
     drawing.path([place(1, 0), place(1, 0.5)], "badline")
