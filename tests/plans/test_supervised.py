@@ -64,13 +64,19 @@ def test_on_a_cpu_a_start_takes_over_dtype_and_processes(model):
     assert fit_supervised(settings, config, CPU).processes == 2
 
 
-def test_a_cpu_without_room_is_named(model):
+def test_a_cpu_without_room_is_refused_and_a_narrow_one_noted(model, monkeypatch):
     config = config_of(model("qwen2.5_7b"))
-    fitted = fit_supervised(start_settings(config, OWN, cuda=False), config, CPU)
+    settings = start_settings(config, OWN, cuda=False)
+    expected = "start: does not fit: 1 process, each with up to"
+    fitted = fit_supervised(settings, config, CPU)
     plan = ArmsPlan({}, {"start": fitted})
-    assert plan.problems() == [] and plan.notes()[0].startswith(
-        "start: does not fit: 1 process, each with up to"
-    )
+    assert plan.problems()[0].startswith(expected) and not plan.notes()
+    assert plan.problems()[0].endswith("(TTRL_IGNORE_MEMORY=1 tries anyway: this is an estimate)")
+    narrow = Hardware([], fitted.choices.trainer * 0.8)
+    plan = ArmsPlan({}, {"start": fit_supervised(settings, config, narrow)})
+    assert not plan.problems() and plan.notes()[0].startswith(expected)
+    monkeypatch.setenv("TTRL_IGNORE_MEMORY", "1")
+    assert not ArmsPlan({}, {"start": fitted}).problems()
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,8 @@ def refused(choices: Choices) -> list[str]:
     if os.environ.get(IGNORE_VARIABLE, "") not in ("", "0"):
         return []
     unconfirmed = "no GPU has confirmed these estimates"
+    if choices.config.device == "cpu":
+        unconfirmed = "this is an estimate"
     return [f"{choices.problem} ({IGNORE_VARIABLE}=1 tries anyway: {unconfirmed})"]
 
 
