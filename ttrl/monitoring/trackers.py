@@ -8,6 +8,7 @@ can show it.
 
 import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -125,6 +126,9 @@ class MLflow:
                 "loggers: mlflow's tracking_uri holds a password, and config.yaml would keep it; "
                 "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
+        # MLflow's own limits stop a run for minutes at each iteration if the server is down.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         with _quietly():
             from mlflow import MlflowClient, entities
 
