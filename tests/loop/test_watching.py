@@ -113,14 +113,14 @@ def test_iterations_and_phases_are_spans(world):
     by_id = {one.context.span_id: one for one in spans}
     roots = [one for one in spans if one.parent is None]
     assert [one.name for one in roots] == ["iteration 0", "iteration 1", "iteration 2"]
-    phases = [one for one in spans if "ttrl.phase" in one.attributes]
-    assert {(one.attributes["ttrl.iteration"], one.name) for one in phases} == {
+    phases = [one for one in spans if "rl.phase" in one.attributes]
+    assert {(one.attributes["rl.iteration"], one.name) for one in phases} == {
         (0, "prepare"), (0, "sync"), (0, "validate"),
         (1, "rollouts"), (1, "pack"), (1, "train"), (1, "sync"), (1, "validate"),
         (2, "rollouts"), (2, "pack"), (2, "train"), (2, "sync"), (2, "validate"),
     }  # fmt: skip
     for one in phases:
-        assert by_id[one.parent.span_id].name == f"iteration {one.attributes['ttrl.iteration']}"
+        assert by_id[one.parent.span_id].name == f"iteration {one.attributes['rl.iteration']}"
     within = {
         (one.name.split()[0], by_id[one.parent.span_id].name)
         for one in spans
@@ -129,7 +129,7 @@ def test_iterations_and_phases_are_spans(world):
     assert within == {
         (what, phase) for what in ("chat", "grade") for phase in ("rollouts", "validate")
     }
-    assert all(one.attributes["ttrl.run"] == world.run.name for one in [*roots, *phases])
+    assert all(one.attributes["rl.run"] == world.run.name for one in [*roots, *phases])
 
 
 def test_an_iteration_that_fails_ends_its_span(world):

@@ -121,10 +121,10 @@ class Iterations:
 
     def _phase(self, name: str, number: int) -> Span:
         """Begin the span of a phase, within its iteration's."""
-        about: Attributes = {"ttrl.run": self._folder.path.name, "ttrl.iteration": number}
+        about: Attributes = {"rl.run": self._folder.path.name, "rl.iteration": number}
         if number not in self._spans:
             self._spans.setdefault(number, span(f"iteration {number}", about))
-        return span(name, {**about, "ttrl.phase": name}, parent=self._spans[number])
+        return span(name, {**about, "rl.phase": name}, parent=self._spans[number])
 
     def _start_trainer_and_server(self, number: int) -> None:
         """Start trainer and server in the background. `number`: the first unfinished iteration."""
