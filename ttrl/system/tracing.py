@@ -190,7 +190,8 @@ def _tracer() -> Any:
             error.name,
         )
         return None
-    except Exception as error:  # noqa: BLE001 - a wrong variable, said once; a run does not end for it
+    except Exception as error:  # noqa: BLE001
+        # A wrong variable is said once; a run does not end for it.
         kind = type(error).__name__
         logger.warning("no spans are sent: OpenTelemetry refuses its settings (%s)", kind)
         return None

@@ -147,6 +147,10 @@ def test_a_model_that_does_not_fit_is_trained_by_adapters(tmp_path: Path) -> Non
     assert '"lora_rank": 32' in file.read_text()
 
 
+def test_the_script_of_a_persons_own_task_fits_a_page() -> None:
+    assert all(len(line) <= 100 for line in Script("my_task").text().splitlines())
+
+
 @pytest.mark.parametrize("family", TRAINED)
 def test_the_function_of_a_family_takes_what_the_script_gives(family: str) -> None:
     source = "=data" if FAMILIES[family].data == "" else ""
