@@ -2,7 +2,7 @@
 
 OTEL_EXPORTER_OTLP_ENDPOINT turns it on, OTEL_SDK_DISABLED=true off, as the standard has it; its
 other variables (headers, protocol, sampler, resource) hold, too. Without an endpoint, nothing of
-OpenTelemetry is loaded, and a span costs less than a microsecond. Names follow the GenAI semantic
+OpenTelemetry is loaded, and a span costs about a microsecond. Names follow the GenAI semantic
 conventions where they exist. Spans hold names, numbers and kinds of errors; never a prompt, a
 completion, an error's text or a key.
 
@@ -49,7 +49,7 @@ class Span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end(kind)
+        return None
 
     def set(self, attributes: Attributes) -> None:
         """Add attributes; None leaves one out."""
@@ -76,6 +76,14 @@ class _RecordedSpan(Span):
 
         self._token = context.attach(trace.set_span_in_context(self.recorded))
         return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end(kind)
 
     def set(self, attributes: Attributes) -> None:
         for name, value in attributes.items():
