@@ -24,7 +24,6 @@ import picture_report
 import pytest
 import yaml
 from support.chat_server import ChatHandler, choice, completion, threaded
-from support.facts import rows_of
 from support.readme import first_task
 from transformers import AutoTokenizer
 
@@ -33,9 +32,7 @@ from ttrl import PackedTensors, TrainConfig, plan
 from ttrl.cli.commands import SUBCOMMANDS, main
 from ttrl.configs import GRPOConfig
 from ttrl.families.table import COMPOSITES, OWN_DECODERS
-from ttrl.monitoring.loggers import make_loggers
 from ttrl.ready_models import READY_MODELS
-from ttrl.system.console import Console
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.reference import load_tasks
 from ttrl.tiny_model import make_tiny_model
@@ -287,41 +284,6 @@ def test_the_example_of_trl_is_graded(tmp_path: Path) -> None:
     for text, expected in replies.items():
         output = task.grader(types.SimpleNamespace(message=types.SimpleNamespace(content=text)))
         assert asyncio.run(output) == expected
-
-
-def test_the_logger_for_mlflow_is_one(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stand_in: Callable[[str, str], ModuleType],
-) -> None:
-    """With a stand-in for MLflow, which is none of ours."""
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/how-to/results.md").read_text(), re.DOTALL
-    )
-    (code,) = (block for block in blocks if "import mlflow" in block)
-    (tmp_path / "mlflow_logger.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    fake = stand_in(
-        "mlflow",
-        """
-        told = []
-        set_experiment = told.append
-
-        def start_run():
-            told.append("started")
-
-        def log_metrics(metrics, step):
-            told.append((metrics, step))
-
-        def end_run():
-            told.append("ended")
-        """,
-    )
-    entry = {"name": "mlflow_logger.MLflow", "experiment": "letters"}
-    loggers = make_loggers([entry], tmp_path, Console(quiet=True), {})
-    loggers.log(rows_of([{"iteration": 3, "reward": 0.5, "train": {"loss": 0.25}}]))
-    loggers.close()
-    assert fake.told == ["letters", "started", ({"reward": 0.5, "train/loss": 0.25}, 3), "ended"]
 
 
 def loop_of_ones_own(iterations: int) -> str:

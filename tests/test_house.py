@@ -110,9 +110,15 @@ def test_each_folder_is_a_package() -> None:
         assert (ROOT / path).with_name("__init__.py").exists(), path
 
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "pysat": "python-sat"}
-ELSEWHERE = {"inspect_ai", "verifiers"}
-"""Of another environment: ttrl.agents.agent_worker imports them."""
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "pynvml": "nvidia-ml-py",
+    "pysat": "python-sat",
+    "opentelemetry": "opentelemetry-sdk",
+}
+ELSEWHERE = {"inspect_ai", "verifiers", "swanlab"}
+"""Of another environment: ttrl.agents.agent_worker imports them, and swanlab wants an older
+protobuf."""
 
 
 def test_the_table_names_declared_packages() -> None:

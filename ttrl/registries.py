@@ -285,6 +285,7 @@ FAMILIES = Registry(
 )
 
 _LOGGERS = "ttrl.monitoring.loggers"
+_TRACKERS = "ttrl.monitoring.trackers"
 LOGGERS = Registry(
     "ttrl.loggers",
     Logger,
@@ -293,6 +294,13 @@ LOGGERS = Registry(
         "tensorboard": Logger(
             f"{_LOGGERS}:TensorBoard", needs="tensorboard", arguments=("log_dir",)
         ),
-        "wandb": Logger(f"{_LOGGERS}:WandB", needs="wandb"),
+        "wandb": Logger(f"{_TRACKERS}:WandB", needs="wandb"),
+        "mlflow": Logger(
+            f"{_TRACKERS}:MLflow",
+            needs="mlflow",
+            arguments=("tracking_uri", "experiment", "run_name", "tags"),
+        ),
+        "trackio": Logger(f"{_TRACKERS}:Trackio", needs="trackio"),
+        "swanlab": Logger(f"{_TRACKERS}:SwanLab", needs="swanlab"),
     },
 )

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ttrl.errors import ConfigError
 from ttrl.evaluation.evaluate import EvalConfig
 from ttrl.evaluation.evaluate import evaluate as evaluate_in_python
 from ttrl.plans.expected_lengths import Assumptions
+from ttrl.run_folder.folder import RunFolder
 
 EVAL = {field.name for field in fields(EvalConfig)}
 REPLAY, PLAN = set(inspect.signature(replay).parameters), set(inspect.signature(plan).parameters)
@@ -135,3 +137,16 @@ def test_a_recipes_settings_may_be_an_object():
     assert plain.recipe_config({}).off_policy == "none"
     with pytest.raises(ConfigError, match="packed is missing"):
         GRPOConfig.parse(GRPOConfig(lr=1e-6).given(), "grpo.yaml")
+
+
+def test_a_study_needs_no_logger_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its packages may be missing on this machine; the next mistake is reported instead."""
+    run = tmp_path / "run"
+    config = TrainConfig(run=str(run), model="tiny", iterations=1).to_dict()
+    RunFolder(run).remember_config({**config, "loggers": ["not_installed_here"]})
+    (run / "metrics.jsonl").write_text("")
+    assert main(["study", str(run), "--entropy-tasks", "no_such_family"]) == 2
+    said = capsys.readouterr().err
+    assert "no_such_family" in said and "not_installed_here" not in said

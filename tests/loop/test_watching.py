@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from ttrl.errors import ConfigError, DriftError
+from ttrl.system.tracing import spans_to
 
 APART = {"tokens": 50, "not_finite": 0, "mean": 0.3, "p999": 2.0, "ess": 0.5}
 
@@ -97,3 +98,48 @@ def test_the_line_names_the_groups_that_teach_nothing(world, capfd):
         and "cut off 0%" in details
         and "repeated" in details
     )
+
+
+def test_iterations_and_phases_are_spans(world):
+    """Each iteration is a trace, with its phases, and their requests and grades."""
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    kept = InMemorySpanExporter()
+    with spans_to(SimpleSpanProcessor(kept)):
+        world.train(iterations=2)
+    spans = kept.get_finished_spans()
+    by_id = {one.context.span_id: one for one in spans}
+    roots = [one for one in spans if one.parent is None]
+    assert [one.name for one in roots] == ["iteration 0", "iteration 1", "iteration 2"]
+    phases = [one for one in spans if "rl.phase" in one.attributes]
+    assert {(one.attributes["rl.iteration"], one.name) for one in phases} == {
+        (0, "prepare"), (0, "sync"), (0, "validate"),
+        (1, "rollouts"), (1, "pack"), (1, "train"), (1, "sync"), (1, "validate"),
+        (2, "rollouts"), (2, "pack"), (2, "train"), (2, "sync"), (2, "validate"),
+    }  # fmt: skip
+    for one in phases:
+        assert by_id[one.parent.span_id].name == f"iteration {one.attributes['rl.iteration']}"
+    within = {
+        (one.name.split()[0], by_id[one.parent.span_id].name)
+        for one in spans
+        if one not in roots and one not in phases
+    }
+    assert within == {
+        (what, phase) for what in ("chat", "grade") for phase in ("rollouts", "validate")
+    }
+    assert all(one.attributes["rl.run"] == world.run.name for one in [*roots, *phases])
+
+
+def test_an_iteration_that_fails_ends_its_span(world):
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    kept = InMemorySpanExporter()
+    world.step_facts = {2: drifted(1)}
+    with spans_to(SimpleSpanProcessor(kept)), pytest.raises(DriftError):
+        world.train(iterations=3)
+    ended = {one.name: one.attributes.get("error.type") for one in kept.get_finished_spans()}
+    assert ended["iteration 2"] == "DriftError" and ended["iteration 0"] is None

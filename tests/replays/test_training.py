@@ -10,6 +10,7 @@ import pytest
 from ttrl.cli import main
 from ttrl.errors import RunFolderError, TrainerError, UserError
 from ttrl.replays.replay import replay
+from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import digest, read_jsonl, write_json
 
 
@@ -54,6 +55,14 @@ def test_training_goes_on_from_its_own_checkpoints(run, world, capsys):
         "0.75" in (result.folder / "report.html").read_text()
         and main(["report", str(result.folder)]) == 0
     )
+
+
+def test_a_logger_of_the_run_need_not_be_installed_here(run, world):
+    """The run was made on another machine; a replay sends nothing to its loggers."""
+    run.folder.remember_config({**run.config.to_dict(), "loggers": ["not_installed_here"]})
+    result = run.replay(unchanged, train=True)
+    assert len(world.recipes) == 3
+    assert RunFolder(result.folder).config()["loggers"] == []
 
 
 def test_an_unchanged_grader_gives_the_same_packed_rows(run):

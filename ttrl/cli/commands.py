@@ -28,6 +28,7 @@ from ttrl.cli import (
     sweep,
     tasks_command,
 )
+from ttrl.cli.new import command as new_command
 from ttrl.errors import TtrlError
 from ttrl.system.console import speak_in_lines, tracebacks_wanted
 from ttrl.text import harmless
@@ -39,6 +40,10 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         "teach a small model to answer in JSON, in minutes and without a GPU",
     ),
     "recipes": (recipe_files.add_recipes, "list and copy the recipes and the trainer's configs"),
+    "new": (
+        new_command.add_new,
+        "write a script to train your model: six questions, and its plan",
+    ),
     "train": (
         runs.add_train,
         "train a model with a script, a recipe or a file of settings",

@@ -397,7 +397,9 @@ def _held_out(arguments: argparse.Namespace, run: Path) -> "HeldOut | None":
             "run samples; leave --entropy-tasks out to measure on the pack's answers"
         )
         raise ConfigError("arguments", [problem])
-    config = TrainConfig.parse(RunFolder(run).config(), str(run / "config.yaml"))
+    # Nothing is logged here, so the run's loggers need not be installed on this machine.
+    values = {**RunFolder(run).config(), "loggers": []}
+    config = TrainConfig.parse(values, str(run / "config.yaml"))
     tasks = tasks_of(run, spec, config)
     if not tasks:
         return None

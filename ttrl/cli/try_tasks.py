@@ -15,6 +15,7 @@ from typing import Any
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
+from ttrl.cli.new.script import Script
 from ttrl.errors import TtrlError, UserError
 from ttrl.messages import text_of
 from ttrl.ready_models import ready_model
@@ -22,11 +23,9 @@ from ttrl.records import Sample
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.model_folder import check_model_folder
 from ttrl.server.serving import is_address, serving
-from ttrl.system.files import write_text
 from ttrl.tasks.task import Grade, Grader, Task
 from ttrl.text import short
 
-TEMPLATE = Path(__file__).with_name("task_template.txt")
 _WIDTH = 100
 
 Say = Callable[[str], None]
@@ -34,15 +33,7 @@ Say = Callable[[str], None]
 
 def write_template(path: Path) -> Path:
     """Write the template. Raises UserError if the file exists, or Python cannot import its name."""
-    if path.suffix != ".py" or not path.stem.isidentifier():
-        raise UserError(
-            f"{path} is not a Python module name; use letters, digits and underscores, and end in "
-            ".py"
-        )
-    if path.exists():
-        raise UserError(f"{path} exists already; choose another name, or remove it first")
-    write_text(path, TEMPLATE.read_text(encoding="utf-8").replace("my_task", path.stem))
-    return path
+    return Script(path.stem).write(path)
 
 
 def try_tasks(

@@ -14,6 +14,9 @@ _TORCHTUNE_NEEDS: dict[str, str | None] = {
     "WandBLogger": "wandb", "CometLogger": "comet_ml",
 }  # fmt: skip
 
+_IN_NO_EXTRA = ("comet_ml", "swanlab")
+"""What `ttrl[loggers]` leaves out: swanlab would replace tested versions of others."""
+
 
 def normalised(entry: Any) -> tuple[str, Settings]:
     """Return an entry of `loggers` as (name or dotted name, arguments). Raises ValueError with the
@@ -71,6 +74,8 @@ def logger_problems(entry: Any) -> list[str]:
     else:
         package = _TORCHTUNE_NEEDS.get(name.removeprefix(TORCHTUNE))
     if package is not None and importlib.util.find_spec(package) is None:
-        way_out = f"pip install {package}, or 'ttrl[loggers]' for all of them"
+        way_out = f"pip install {package}"
+        if package not in _IN_NO_EXTRA:
+            way_out += ", or 'ttrl[loggers]' for all of them"
         return [f"loggers: {name} needs the package {package}: {way_out}"]
     return []

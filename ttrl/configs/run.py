@@ -361,10 +361,10 @@ class TrainConfig(Config):
     """
     loggers: list[Any] = field(default_factory=list)
     """Further destinations of each iteration's metrics, besides metrics.jsonl: "stdout",
-    "tensorboard", "wandb", or a mapping with arguments, such as {"name": "wandb", "project":
-    "sorting", "mode": "offline"} or, with torchtune's names for its own loggers, {"_component_":
-    "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See
-    docs/how-to/watch.md.
+    "tensorboard", "wandb", "mlflow", "trackio", "swanlab", or a mapping with arguments, such as
+    {"name": "wandb", "project": "sorting", "mode": "offline"} or, with torchtune's names for its
+    own loggers, {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir":
+    "logs"}. See docs/how-to/loggers.md.
     """
 
     gone: ClassVar[Mapping[str, str]] = {

@@ -19,6 +19,7 @@ checkpoints.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from ttrl.run_folder.metrics import has_reached, metrics_row
 from ttrl.run_folder.pruning import prune
 from ttrl.system.console import clock
 from ttrl.system.files import append_jsonl, write_json
+from ttrl.system.tracing import Attributes, Span, span
 
 
 class Iterations:
@@ -61,6 +63,8 @@ class Iterations:
         self._machine = MachineWatch()
         self._reached: int | None = None
         """The first iteration to reach `stop_at` in validation."""
+        self._spans: dict[int, Span] = {}
+        """Of the iterations under way."""
 
     def run(self) -> None:
         """Run the remaining iterations in order. Raises a phase's errors, with nothing left
@@ -111,6 +115,16 @@ class Iterations:
         finally:
             self._machine.end()
             self._jobs.close()
+            failure = sys.exc_info()[0]
+            for number in list(self._spans):
+                self._spans.pop(number).end(failure)
+
+    def _phase(self, name: str, number: int) -> Span:
+        """Begin the span of a phase, within its iteration's."""
+        about: Attributes = {"rl.run": self._folder.path.name, "rl.iteration": number}
+        if number not in self._spans:
+            self._spans.setdefault(number, span(f"iteration {number}", about))
+        return span(name, {**about, "rl.phase": name}, parent=self._spans[number])
 
     def _start_trainer_and_server(self, number: int) -> None:
         """Start trainer and server in the background. `number`: the first unfinished iteration."""
@@ -137,19 +151,22 @@ class Iterations:
         if number in self._rows:
             return
         if number == 0:
-            self._phases.prepare()
+            with self._phase("prepare", number):
+                self._phases.prepare()
             return
         self._jobs.wait(lambda: self._reached is not None or number in self._sampled)
         if self._reached is not None:
             return self._jobs.close()
-        self._phases.pack(number)
+        with self._phase("pack", number):
+            self._phases.pack(number)
         # The trainer may begin during the validation of the previous policy, unless the run may end
         # there or the server is in the way.
         if self._config.stop_at is not None or self._config.server_stops:
             self._jobs.wait(lambda: number - 1 in self._rows)
             if self._reached is not None:
                 return self._jobs.close()
-        self._phases.train_policy(number)
+        with self._phase("train", number):
+            self._phases.train_policy(number)
         compared = None
         if number in self._folder.held:
             compared = self._phases.trainer.compared
@@ -177,11 +194,12 @@ class Iterations:
         finish = number not in self._rows
         validate = finish and self._phases.has_to_validate(number)
         if validate or rollouts:
-            self._phases.sync(number, "validate" if validate else "rollouts")
+            with self._phase("sync", number):
+                self._phases.sync(number, "validate" if validate else "rollouts")
         validation = None
         if finish:  # first, to put its requests first: it may end the run
             validation = self._jobs.begin(
-                f"validation {number}", lambda: self._phases.validate(number)
+                f"validation {number}", functools.partial(self._validate, number)
             )
         if rollouts:
             self._jobs.begin(f"rollouts {rollouts[0]}", lambda: self._sample(rollouts))
@@ -191,9 +209,15 @@ class Iterations:
                 f"metrics {number}", functools.partial(self._finish, number, validation)
             )
 
+    def _validate(self, number: int) -> None:
+        if self._phases.has_to_validate(number):
+            with self._phase("validate", number):
+                self._phases.validate(number)
+
     def _sample(self, numbers: list[int]) -> None:
         for number in numbers:
-            self._phases.rollouts(number)
+            with self._phase("rollouts", number):
+                self._phases.rollouts(number)
             self._sampled.add(number)
             self._jobs.tell()
 
@@ -227,6 +251,7 @@ class Iterations:
         ):
             self._console.line(line, indent=INDENT)
         self._loggers.log(rows)
+        self._spans.pop(number, Span()).end()
         if has_reached(row, self._config):
             self._reached = number
         self._jobs.tell()

@@ -1,10 +1,10 @@
-"""Send metrics to more than metrics.jsonl: the terminal, TensorBoard, W&B, torchtune's loggers, any
-class with a log_dict.
+"""Send metrics to more than metrics.jsonl: the terminal, TensorBoard, trackers such as W&B
+(`ttrl.monitoring.trackers`), torchtune's loggers, any class with a log_dict.
 
 metrics.jsonl is the source. Each logger gets every row once, even after a crash or if added to a
 run later: logs/loggers.json records each logger's rows after logging them. A crash in between
-repeats at most one iteration; TensorBoard and W&B replace or ignore the same step. A failing logger
-is reported once and never stops a run.
+repeats at most one iteration; TensorBoard, W&B and MLflow replace or ignore the same step. A
+failing logger is reported once and never stops a run.
 """
 
 import contextlib
@@ -13,9 +13,7 @@ import logging
 import math
 import numbers
 import pkgutil
-import sys
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,9 +24,8 @@ from ttrl.errors import ConfigError
 from ttrl.facts import MetricsRow, Step
 from ttrl.registries import LOGGERS
 from ttrl.run_folder.metrics import STATE_FILE, read_seen
-from ttrl.run_folder.owner import shown_words
 from ttrl.system.console import Console
-from ttrl.system.files import read_object, write_json
+from ttrl.system.files import write_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -223,50 +220,3 @@ class TensorBoard:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-
-@contextlib.contextmanager
-def _harmless_command() -> Iterator[None]:
-    """Hide possible secrets in the command line: W&B stores and uploads it."""
-    before = sys.argv
-    sys.argv = shown_words(before)
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
-class WandB:
-    """Logs a run folder as one W&B run and keeps its id there. W&B ignores steps already seen.
-    Arguments go to wandb.init.
-    """
-
-    def __init__(self, run: LoggedRun, **arguments: Any) -> None:
-        import wandb
-
-        logs = run.folder / "logs"
-        id_path = logs / "wandb_id.json"
-        try:
-            run_id = read_object(id_path)["id"]
-        except (OSError, ValueError, KeyError, TypeError):
-            run_id = uuid.uuid4().hex[:12]
-            write_json(id_path, {"id": run_id})
-        logs.mkdir(parents=True, exist_ok=True)
-        given = {
-            "project": "ttrl",
-            "name": run.folder.name,
-            "dir": str(logs),
-            "id": run_id,
-            "resume": "allow",
-        }
-        # Its console capture would take over the person's standard output.
-        settings = wandb.Settings(console="off", silent=True)
-        config = without_secrets(run.config)
-        with _harmless_command():
-            self._run = wandb.init(**{"config": config, "settings": settings, **given, **arguments})
-
-    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(payload), step=step)
-
-    def close(self) -> None:
-        self._run.finish()

@@ -58,7 +58,9 @@ class ReplayTraining(RunFolder):
             list(numbers),
             from_checkpoints,
         )
-        self._config = TrainConfig.parse(original.config(), str(original.path / "config.yaml"))
+        # Nothing is logged here, so the run's loggers need not be installed on this machine.
+        values = {**original.config(), "loggers": []}
+        self._config = TrainConfig.parse(values, str(original.path / "config.yaml"))
         self._start = _starting_model(original, self._config)
         needed = [number - 1 for number in numbers][: None if from_checkpoints else 1]
         missing = [number for number in needed if not _can_start_from(original, number)]

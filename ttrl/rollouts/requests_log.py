@@ -1,17 +1,23 @@
-"""Log one JSON line per request to a server: its content, server, cost and outcome."""
+"""Log one JSON line per request to a server: its content, server, cost and outcome. Describe its
+span.
+"""
 
 import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from ttrl.messages import JsonObject
+from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import writable
 from ttrl.system.files import append_jsonl
 from ttrl.system.object_store import redact
+from ttrl.system.tracing import Span
 
 log = logging.getLogger(__name__)
 
@@ -100,3 +106,32 @@ class RequestsLog:
             self._whole = os.write(descriptor, line) == len(line)  # a full disk takes a part of it
         finally:
             os.close(descriptor)
+
+
+def describe_request(
+    traced: Span, request: ChatRequest, n: int, base_url: str, facts: Mapping[str, Any]
+) -> None:
+    """Set what a span tells of a request for `n` samples, by the GenAI semantic conventions.
+
+    facts: the tokens, as for `RequestsLog.append`.
+    """
+    if not traced.records:
+        return
+    server = urlsplit(base_url)
+    parameters = request.parameters
+    traced.set(
+        {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "openai",  # the protocol, whoever answers
+            "gen_ai.request.model": request.model,
+            "gen_ai.request.choice.count": n,
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.temperature": parameters.get("temperature"),
+            "gen_ai.request.top_p": parameters.get("top_p"),
+            "gen_ai.usage.input_tokens": facts.get("prompt_tokens"),
+            "gen_ai.usage.cache_read.input_tokens": facts.get("cached_prompt_tokens"),
+            "gen_ai.usage.output_tokens": facts.get("completion_tokens"),
+            "server.address": server.hostname,
+            "server.port": server.port,
+        }
+    )

@@ -24,6 +24,7 @@ from ttrl.rollouts.client.http_errors import (
     timeout_error,
 )
 from ttrl.rollouts.client.wire import encoded, most_bytes
+from ttrl.system.tracing import trace_headers
 from ttrl.text import one_line
 
 READ_TIMEOUT = 3600.0
@@ -93,7 +94,12 @@ class HTTPTransport:
         url = self._url(path, root)
         try:
             async with self.session().request(
-                method, url, data=data, timeout=limits, proxy=self.proxy
+                method,
+                url,
+                data=data,
+                headers=trace_headers(),
+                timeout=limits,
+                proxy=self.proxy,
             ) as response:
                 if not 200 <= response.status < 300:
                     raise await self._refusal(response)
@@ -111,7 +117,7 @@ class HTTPTransport:
         # aiohttp would set a new timer for every read; the stream's reader watches time at a
         # fraction of the cost.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-        headers = {"Accept": "text/event-stream, application/json"}
+        headers = {"Accept": "text/event-stream, application/json", **trace_headers()}
         opening = self.session().post(
             self._url(path), data=encoded(body), headers=headers, timeout=limits, proxy=self.proxy
         )

@@ -26,6 +26,7 @@ from ttrl.errors import (
     describe,
 )
 from ttrl.rollouts.graders.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
+from ttrl.system.tracing import span
 from ttrl.tasks.rewards import declared
 from ttrl.tasks.task import Grade, Grader, Task
 from ttrl.text import harmless, is_number, short
@@ -262,10 +263,14 @@ class Graders:
         """
         assert task.grader is not None
         began = time.monotonic()
-        try:
-            return await self._runner_of(task.grader).grade(task.grader, choice, where)
-        finally:
-            self.seconds += time.monotonic() - began
+        name = _name(task.grader)
+        with span(f"grade {name}", {"gen_ai.evaluation.name": name}) as traced:
+            try:
+                grade = await self._runner_of(task.grader).grade(task.grader, choice, where)
+            finally:
+                self.seconds += time.monotonic() - began
+            traced.set({"gen_ai.evaluation.score.value": grade.reward})
+        return grade
 
     async def grade_group(
         self, task: Task, choices: "list[Choice]", where: str
@@ -277,7 +282,9 @@ class Graders:
         assert grader is not None
         seconds = self._timeout * len(choices)
         began = time.monotonic()
-        with Threads(1, seconds) as threads:
+        name = _name(grader)
+        traced = span(f"grade {name}", {"gen_ai.evaluation.name": name})
+        with traced, Threads(1, seconds) as threads:
             try:
                 outputs, error = await threads.call(grader, choices)
             except TookTooLong:
@@ -306,6 +313,11 @@ class Graders:
             one if isinstance(one, GraderError) else Grade.of(one, where, who="group_grader")
             for one in outputs
         ]
+
+
+def _name(grader: Callable[..., Any]) -> str:
+    """Return the name of a grader's function or class."""
+    return str(getattr(grader, "__qualname__", type(grader).__qualname__))
 
 
 def _way_out(error: BaseException) -> str:
