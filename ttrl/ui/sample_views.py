@@ -10,7 +10,7 @@ from ttrl.report.samples import TRAINER_FILE, stamp_of
 from ttrl.report.view import FILE_NAME, FIRST_ROWS, open_pack
 from ttrl.run_folder.reader import RunData
 from ttrl.ui.pages import NotFoundError, View, page, run_named, stamp_of_all
-from ttrl.ui.runs import Runs
+from ttrl.monitoring.runs import Runs
 from ttrl.ui.search import (
     FILES,
     Kind,

@@ -23,7 +23,7 @@ from ttrl.ui.compare_view import compare_page
 from ttrl.ui.guard import Guard, new_key
 from ttrl.ui.pages import NotFoundError, View, message_page
 from ttrl.ui.run_views import home, iteration_page, run_page
-from ttrl.ui.runs import Runs
+from ttrl.monitoring.runs import Runs
 from ttrl.ui.sample_views import pack_page, rows_page, sample_page, samples_page
 
 HOST = "127.0.0.1"

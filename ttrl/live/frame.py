@@ -1,0 +1,330 @@
+"""Lay out the essentials of a run, or a table of runs, as a frame for a terminal.
+
+A model wrote the samples, and anybody may have written the files. So every text passes through
+`words`, which takes the power out of control characters, and none is read as rich's markup.
+"""
+
+import textwrap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from ttrl.live.essentials import Curve, Essentials, RunLine
+from ttrl.live.text_plot import plain, plot, sparkline
+from ttrl.monitoring.finding import Severity
+from ttrl.monitoring.runs import UnderWay
+from ttrl.text import counted, duration, harmless
+
+_STATES = {"running": "bold green", "finished": "bold blue", "damaged": "bold red"}
+_SEVERITIES: dict[Severity, tuple[str, str]] = {
+    "stop": ("!!", "bold red"),
+    "warn": (" !", "yellow"),
+    "note": (" ·", "dim"),
+}
+_COLOURS = ("cyan", "yellow")
+"""Of the large curves."""
+_LABEL = 7
+"""Columns of the numbers at an axis."""
+_NAME = 17
+_VALUE = 9
+_WIDE = 110
+"""Columns for two large curves side by side."""
+_LOWEST, _HIGHEST = 4, 14
+"""Lines of a large curve."""
+_MOST_FINDINGS = 4
+_MOST_TEXT = 4_000
+"""Characters of a sample."""
+
+
+class Size(NamedTuple):
+    """A terminal's size, and its abilities."""
+
+    width: int
+    height: int
+    unicode: bool = True
+
+
+def words(text: str, style: str = "", size: Size | None = None) -> Text:
+    """Return a text to show, without effect on the terminal."""
+    shown = harmless(text).expandtabs(4)
+    if size is not None and not size.unicode:
+        shown = plain(shown).encode("ascii", "replace").decode()
+    return Text(shown, style, no_wrap=True, overflow="ellipsis" if _unicode(size) else "crop")
+
+
+def run_frame(one: Essentials, size: Size, now: float) -> RenderableType:
+    """Return the frame of a run. now: as `time.time`."""
+    parts: list[RenderableType] = [*_head(one, size, now)]
+    if one.problem:
+        return Group(*parts, _wrapped(one.problem, "red", size))
+    if not one.main:
+        parts.append(words(one.summary or "waiting for the run's first files", "dim", size))
+    small = _small_curves(one.others, size)
+    found = _findings(one, size)
+    lines = size.height - len(parts) - len(small) - len(found) - 1
+    per_plot = 2 + (0 if _side_by_side(one, size) else 2)
+    rows = lines - per_plot - min(6, lines // 3)
+    if not _side_by_side(one, size):
+        rows //= max(1, len(one.main))
+    height = min(_HIGHEST, max(_LOWEST, rows))
+    parts += _large_curves(one, size, height)
+    parts += small
+    parts += found
+    used = sum(_lines(part) for part in parts)
+    parts += _sample(one, size, size.height - 1 - used)
+    return Group(*parts)
+
+
+def runs_frame(
+    runs: Sequence[RunLine], size: Size, now: float, chosen: int | None = None
+) -> RenderableType:
+    """Return a table of runs, a line each. chosen: the place of the marked one."""
+    if not runs:
+        return words("no run folder here yet; it appears by itself", "dim", size)
+    is_wide = size.width >= _WIDE
+    heads = ["run", "state", "iteration", "left", "held out", "reward", "", "!"]
+    if is_wide:
+        heads.insert(1, "model")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for head in heads:
+        table.add_column(
+            head,
+            no_wrap=True,
+            overflow="ellipsis" if size.unicode else "crop",
+            justify="left" if head in ("run", "model", "state", "") else "right",
+        )
+    room = max(1, size.height - 3)
+    first = max(0, (chosen or 0) - room + 1)
+    for place, one in enumerate(runs[first : first + room], first):
+        table.add_row(*_cells(one, size, now, is_wide), style="reverse" if place == chosen else "")
+    parts: list[RenderableType] = [table]
+    if len(runs) > room:
+        last = min(first + room, len(runs))
+        parts.append(words(f"{first + 1} to {last} of {len(runs)} runs", "dim", size))
+    return Group(*parts)
+
+
+def _cells(one: RunLine, size: Size, now: float, is_wide: bool) -> list[Text]:
+    state = one.state.word
+    if state == "running" and one.state.under_way:
+        state = one.state.under_way[-1].doing
+    left = one.state.left_at(now)
+    cells = [
+        words(one.name, "", size),
+        words(state, _STATES.get(one.state.word, ""), size),
+        words(_progress(one.done, one.total), "", size),
+        words("" if left is None else duration(left), "", size),
+        words(one.held_out, "", size),
+        words(one.reward, "", size),
+        words(sparkline(one.values, 24 if is_wide else 10), "cyan", size),
+        words(str(one.serious or ""), "yellow", size),
+    ]
+    if is_wide:
+        cells.insert(1, words(one.model, "dim", size))
+    return cells
+
+
+def _head(one: Essentials, size: Size, now: float) -> list[Text]:
+    """Return the lines on the run's state, its phases and the time left."""
+    first = words(one.name, "bold", size)
+    first.append_text(words("  " + one.state.word, _STATES.get(one.state.word, ""), size))
+    progress = _progress(one.done, one.total)
+    if progress:
+        first.append_text(words(f"  iteration {progress}", "", size))
+    if one.done is not None and one.total:
+        first.append_text(_bar(one.done / one.total, 16, size))
+    left = one.state.left_at(now)
+    if left is not None:
+        first.append_text(words(f"  about {duration(left)} left", "", size))
+    second = [one.model] if one.model else []
+    if one.seconds:
+        second.append(f"{duration(one.seconds)} so far")
+    lines = [first]
+    if second:
+        lines.append(words(" · ".join(second), "dim", size))
+    lines += [_phase(phase, size, now) for phase in one.state.under_way]
+    for line in lines:
+        line.truncate(size.width, overflow="ellipsis" if size.unicode else "crop")
+    return lines
+
+
+def _phase(phase: UnderWay, size: Size, now: float) -> Text:
+    """Return a line on a phase under way: its progress and the time left."""
+    line = words(f"{phase.iteration}: {phase.doing}", "green", size)
+    share = phase.share(now)
+    if share is not None:
+        line.append_text(_bar(share, 16, size))
+    facts = []
+    if phase.of:
+        facts.append(f"{phase.count} of {counted(phase.of, 'task')}")
+    facts.append(duration(max(0.0, now - phase.since)))
+    left = phase.left(now)
+    if left:
+        facts.append(f"about {duration(left)} left")
+    elif left == 0:
+        facts.append(f"usually {duration(phase.usual or 0.0)}")
+    line.append_text(words("  " + ", ".join(facts), "", size))
+    return line
+
+
+def _bar(share: float, cells: int, size: Size) -> Text:
+    full = round(min(1.0, max(0.0, share)) * cells)
+    bar = words("  " + "━" * full, "green", size)
+    bar.append_text(words("─" * (cells - full), "dim", size))
+    return bar
+
+
+def _progress(done: int | None, total: int | None) -> str:
+    if done is None:
+        return ""
+    if total is None:
+        return str(done)
+    return f"{done} of {total}"
+
+
+def _side_by_side(one: Essentials, size: Size) -> bool:
+    return size.width >= _WIDE or len(one.main) < 2
+
+
+def _large_curves(one: Essentials, size: Size, height: int) -> list[RenderableType]:
+    if not one.main:
+        return []
+    if not _side_by_side(one, size):
+        plots: list[RenderableType] = []
+        for place, curve in enumerate(one.main):
+            plots += _large_curve(one, curve, size.width, height, place, size)
+        return plots
+    grid = Table.grid(expand=False, padding=(0, 2, 0, 0))
+    width = size.width // len(one.main) - 2
+    columns = [
+        _large_curve(one, curve, width, height, place, size) for place, curve in enumerate(one.main)
+    ]
+    for line in zip(*columns, strict=True):
+        grid.add_row(*line)
+    return [grid]
+
+
+def _large_curve(
+    one: Essentials, curve: Curve, width: int, height: int, place: int, size: Size
+) -> list[Text]:
+    """Return the lines of a plot: its title, the curve between two labels, the iterations."""
+    known = [value for value in (*curve.values, *curve.low, *curve.high) if value is not None]
+    bottom, top = min(known), max(known)
+    if 0 <= bottom and top <= 1 and top - bottom > 0.2:
+        bottom, top = 0.0, 1.0
+    if top == bottom:
+        bottom, top = bottom - 0.5, top + 0.5
+    title = f"{curve.name} {curve.newest}"
+    if curve.newest_interval:
+        title += f"  (95%: {curve.newest_interval})"
+    colour = _COLOURS[place % len(_COLOURS)]
+    lines = [words(title, f"bold {colour}", size)]
+    room = max(10, width - _LABEL - 2)
+    drawn = plot(curve.values, room, height, (bottom, top), curve.low, curve.high)
+    for number, cells in enumerate(drawn):
+        label = {0: curve.written(top), height - 1: curve.written(bottom)}.get(number, "")
+        line = words(f"{label:>{_LABEL}}{'┤' if label else '│'}", "dim", size)
+        for text, kind in cells:
+            style = {"line": colour, "band": f"dim {colour}"}.get(kind, "")
+            line.append_text(words(text, style, size))
+        lines.append(line)
+    first, last = str(one.iterations[0]), str(one.iterations[-1])
+    gap = max(1, room - len(first) - len(last))
+    lines.append(words(f"{'':>{_LABEL}}└{first}{' ' * gap}{last}", "dim", size))
+    return lines
+
+
+def _small_curves(curves: Sequence[Curve], size: Size) -> list[RenderableType]:
+    """Return lines of figures, two or three side by side: name, curve, newest value."""
+    columns = 3 if size.width >= _WIDE else 2
+    cell = size.width // columns - 1
+    room = max(4, cell - _NAME - _VALUE - 2)
+    lines: list[RenderableType] = []
+    for start in range(0, len(curves), columns):
+        line = Text(no_wrap=True)
+        for curve in curves[start : start + columns]:
+            drawn = sparkline(curve.values, room)
+            line.append_text(words(f"{curve.name:<{_NAME}} ", "dim", size))
+            line.append_text(words(f"{drawn:<{room}}", "cyan", size))
+            line.append_text(words(f"{curve.newest:>{_VALUE}}  ", "", size))
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def _findings(one: Essentials, size: Size) -> list[RenderableType]:
+    """Return the most serious findings: their titles, and their advice in a tall terminal."""
+    lines: list[RenderableType] = []
+    ranked = sorted(one.findings, key=lambda finding: list(_SEVERITIES).index(finding.severity))
+    most = _MOST_FINDINGS if size.height > 30 else 2
+    for finding in ranked[:most]:
+        mark, style = _SEVERITIES[finding.severity]
+        text = finding.line() if size.height > 30 else finding.title
+        wrapped = textwrap.wrap(harmless(text), size.width - 4)
+        if len(wrapped) > 2:
+            wrapped = [wrapped[0], wrapped[1][: size.width - 6] + " …"]
+        for number, part in enumerate(wrapped):
+            lines.append(words(f"{'  ' if number else mark} {part}", style, size))
+    more = len(ranked) - most
+    if more > 0:
+        lines.append(words(f"   and {counted(more, 'finding')} more: ttrl report", "dim", size))
+    return lines
+
+
+def _sample(one: Essentials, size: Size, lines: int) -> list[RenderableType]:
+    """Return the newest sample, cut to `lines`."""
+    if one.sample is None or lines < 3:
+        return []
+    title = words(", ".join(one.sample.facts).replace("\n", " "), "dim", size)
+    title.truncate(size.width - 6, overflow="ellipsis" if size.unicode else "crop")
+    rule = Rule(title, align="left", style="dim", characters="─" if size.unicode else "-")
+    shown: list[RenderableType] = [rule]
+    asked = " ".join(one.sample.asked[:_MOST_TEXT].split())
+    if asked:
+        shown.append(words(f"› {asked}", "dim", size))
+    answer = one.sample.answer[:_MOST_TEXT]
+    wrapped = [
+        part
+        for line in harmless(answer).splitlines()
+        for part in _folded(line.expandtabs(4), size.width) or [""]
+    ]
+    room = lines - len(shown)
+    if len(wrapped) > room:
+        wrapped = [*wrapped[: room - 1], "…"]
+    return shown + [words(part, "", size) for part in wrapped]
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """Break a line by the columns of its characters: some take two, some none."""
+    parts: list[str] = []
+    for part in textwrap.wrap(line, width, drop_whitespace=False):
+        piece = ""
+        for letter in part:
+            if cell_len(piece + letter) > width:
+                parts.append(piece)
+                piece = ""
+            piece += letter
+        parts.append(piece)
+    return parts
+
+
+def _wrapped(text: str, style: str, size: Size) -> Text:
+    return words("\n".join(textwrap.wrap(harmless(text), size.width)), style, size)
+
+
+def _lines(part: RenderableType) -> int:
+    """Count the lines of a part made here."""
+    if isinstance(part, Table):
+        return part.row_count
+    return 1
+
+
+def _unicode(size: Size | None) -> bool:
+    return size is None or size.unicode
+
+
