@@ -215,7 +215,7 @@ def _large_curve(
     """Return the lines of a plot: its title, the curve between two labels, the iterations."""
     known = [value for value in (*curve.values, *curve.low, *curve.high) if value is not None]
     bottom, top = min(known), max(known)
-    if 0 <= bottom and top <= 1 and top - bottom > 0.2:
+    if bottom >= 0 and top <= 1 and top - bottom > 0.2:
         bottom, top = 0.0, 1.0
     if top == bottom:
         bottom, top = bottom - 0.5, top + 0.5
@@ -326,5 +326,3 @@ def _lines(part: RenderableType) -> int:
 
 def _unicode(size: Size | None) -> bool:
     return size is None or size.unicode
-
-
