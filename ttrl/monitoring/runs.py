@@ -254,7 +254,7 @@ class Runs:
 
 def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
     """Find run folders, without following links."""
-    if _is_run(folder):
+    if is_run(folder):
         yield folder
         return
     if not levels:
@@ -269,7 +269,8 @@ def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
             yield from _runs_below(folder / name, levels - 1)
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder holds a run that has begun."""
     return (folder / "metrics.jsonl").is_file() or (folder / "iterations").is_dir()
 
 
