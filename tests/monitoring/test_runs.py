@@ -114,3 +114,14 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     assert run.state().word == "ended"
     complete = FollowedRun("whole", make_run(tmp_path / "whole", iterations=3))
     assert complete.state().word == "finished"
+
+
+def test_the_starting_model_is_prepared_and_then_measured(tmp_path: Path) -> None:
+    """It is never sampled for training."""
+    done = tmp_path / "run" / "iterations" / "0000" / "done"
+    done.mkdir(parents=True)
+    run = FollowedRun("run", tmp_path / "run")
+    with RunFolder(run.folder).locked():
+        assert [one.doing for one in run.state().under_way] == ["preparing"]
+        (done / "prepare.json").write_text("{}")
+        assert [one.doing for one in run.state().under_way] == ["validating"]

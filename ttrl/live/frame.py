@@ -33,9 +33,13 @@ _LABEL = 7
 _NAME = 17
 _VALUE = 9
 _WIDE = 110
+"""Columns for three small curves side by side."""
+_TWO = 76
 """Columns for two large curves side by side."""
 _LOWEST, _HIGHEST = 4, 14
 """Lines of a large curve."""
+_TALL = 30
+"""Lines for advice, more findings and blank lines."""
 _MOST_FINDINGS = 4
 _MOST_TEXT = 4_000
 """Characters of a sample."""
@@ -57,6 +61,14 @@ def words(text: str, style: str = "", size: Size | None = None) -> Text:
     return Text(shown, style, no_wrap=True, overflow="ellipsis" if _unicode(size) else "crop")
 
 
+def _line(*parts: Text) -> Text:
+    """Return parts as one line, each with its own style."""
+    line = Text(no_wrap=True, overflow="crop")
+    for part in parts:
+        line.append_text(part)
+    return line
+
+
 def run_frame(one: Essentials, size: Size, now: float) -> RenderableType:
     """Return the frame of a run. now: as `time.time`."""
     parts: list[RenderableType] = [*_head(one, size, now)]
@@ -64,20 +76,18 @@ def run_frame(one: Essentials, size: Size, now: float) -> RenderableType:
         return Group(*parts, _wrapped(one.problem, "red", size))
     if not one.main:
         parts.append(words(one.summary or "waiting for the run's first files", "dim", size))
-    small = _small_curves(one.others, size)
+    gap = [Text()] if size.height > _TALL else []
+    small = [*gap, *_small_curves(one.others, size)]
     found = _findings(one, size)
-    lines = size.height - len(parts) - len(small) - len(found) - 1
-    per_plot = 2 + (0 if _side_by_side(one, size) else 2)
-    rows = lines - per_plot - min(6, lines // 3)
-    if not _side_by_side(one, size):
-        rows //= max(1, len(one.main))
-    height = min(_HIGHEST, max(_LOWEST, rows))
-    parts += _large_curves(one, size, height)
+    lines = size.height - len(parts) - len(small) - len(found) - len(gap)
+    stacked = 1 if _side_by_side(one, size) else len(one.main)
+    rows = (lines - lines // 3) // stacked - 2
+    parts += [*gap, *_large_curves(one, size, min(_HIGHEST, max(_LOWEST, rows)))]
     parts += small
-    parts += found
-    used = sum(_lines(part) for part in parts)
-    parts += _sample(one, size, size.height - 1 - used)
-    return Group(*parts)
+    parts += [*gap, *found] if found else []
+    used = sum(map(_lines, [*parts, *gap]))
+    sample = _sample(one, size, size.height - 1 - used)
+    return Group(*parts, *(gap if sample else []), *sample)
 
 
 def runs_frame(
@@ -131,20 +141,22 @@ def _cells(one: RunLine, size: Size, now: float, is_wide: bool) -> list[Text]:
 
 def _head(one: Essentials, size: Size, now: float) -> list[Text]:
     """Return the lines on the run's state, its phases and the time left."""
-    first = words(one.name, "bold", size)
-    first.append_text(words("  " + one.state.word, _STATES.get(one.state.word, ""), size))
+    first = [
+        words(one.name, "bold", size),
+        words("  " + one.state.word, _STATES.get(one.state.word, ""), size),
+    ]
     progress = _progress(one.done, one.total)
     if progress:
-        first.append_text(words(f"  iteration {progress}", "", size))
+        first.append(words(f"  iteration {progress}", "", size))
     if one.done is not None and one.total:
-        first.append_text(_bar(one.done / one.total, 16, size))
+        first.append(_bar(one.done / one.total, 16, size))
     left = one.state.left_at(now)
     if left is not None:
-        first.append_text(words(f"  about {duration(left)} left", "", size))
+        first.append(words(f"  about {duration(left)} left", "", size))
     second = [one.model] if one.model else []
     if one.seconds:
         second.append(f"{duration(one.seconds)} so far")
-    lines = [first]
+    lines = [_line(*first)]
     if second:
         lines.append(words(" · ".join(second), "dim", size))
     lines += [_phase(phase, size, now) for phase in one.state.under_way]
@@ -155,10 +167,10 @@ def _head(one: Essentials, size: Size, now: float) -> list[Text]:
 
 def _phase(phase: UnderWay, size: Size, now: float) -> Text:
     """Return a line on a phase under way: its progress and the time left."""
-    line = words(f"{phase.iteration}: {phase.doing}", "green", size)
+    parts = [words(f"{phase.iteration}: {phase.doing}", "green", size)]
     share = phase.share(now)
     if share is not None:
-        line.append_text(_bar(share, 16, size))
+        parts.append(_bar(share, 16, size))
     facts = []
     if phase.of:
         facts.append(f"{phase.count} of {counted(phase.of, 'task')}")
@@ -168,15 +180,14 @@ def _phase(phase: UnderWay, size: Size, now: float) -> Text:
         facts.append(f"about {duration(left)} left")
     elif left == 0:
         facts.append(f"usually {duration(phase.usual or 0.0)}")
-    line.append_text(words("  " + ", ".join(facts), "", size))
-    return line
+    parts.append(words("  " + ", ".join(facts), "", size))
+    return _line(*parts)
 
 
 def _bar(share: float, cells: int, size: Size) -> Text:
     full = round(min(1.0, max(0.0, share)) * cells)
-    bar = words("  " + "━" * full, "green", size)
-    bar.append_text(words("─" * (cells - full), "dim", size))
-    return bar
+    rest = cells - full
+    return _line(words("  " + "━" * full, "green", size), words("─" * rest, "dim", size))
 
 
 def _progress(done: int | None, total: int | None) -> str:
@@ -188,7 +199,7 @@ def _progress(done: int | None, total: int | None) -> str:
 
 
 def _side_by_side(one: Essentials, size: Size) -> bool:
-    return size.width >= _WIDE or len(one.main) < 2
+    return size.width >= _TWO or len(one.main) < 2
 
 
 def _large_curves(one: Essentials, size: Size, height: int) -> list[RenderableType]:
@@ -219,39 +230,44 @@ def _large_curve(
         bottom, top = 0.0, 1.0
     if top == bottom:
         bottom, top = bottom - 0.5, top + 0.5
-    title = f"{curve.name} {curve.newest}"
-    if curve.newest_interval:
-        title += f"  (95%: {curve.newest_interval})"
     colour = _COLOURS[place % len(_COLOURS)]
-    lines = [words(title, f"bold {colour}", size)]
+    lines = [words(f"{curve.name} {curve.newest}", f"bold {colour}", size)]
     room = max(10, width - _LABEL - 2)
     drawn = plot(curve.values, room, height, (bottom, top), curve.low, curve.high)
     for number, cells in enumerate(drawn):
         label = {0: curve.written(top), height - 1: curve.written(bottom)}.get(number, "")
-        line = words(f"{label:>{_LABEL}}{'┤' if label else '│'}", "dim", size)
-        for text, kind in cells:
-            style = {"line": colour, "band": f"dim {colour}"}.get(kind, "")
-            line.append_text(words(text, style, size))
-        lines.append(line)
-    first, last = str(one.iterations[0]), str(one.iterations[-1])
-    gap = max(1, room - len(first) - len(last))
-    lines.append(words(f"{'':>{_LABEL}}└{first}{' ' * gap}{last}", "dim", size))
-    return lines
+        edge = "┤" if label else "│"
+        styles = {"line": colour, "band": f"dim {colour}"}
+        parts = [words(text, styles.get(kind, ""), size) for text, kind in cells]
+        lines.append(_line(words(f"{label:>{_LABEL}}{edge}", "dim", size), *parts))
+    first = str(one.iterations[0])
+    last = ""
+    if len(one.iterations) > 1:
+        last = str(one.iterations[-1])
+    between = room - len(first) - len(last)
+    note = ""
+    if curve.newest_interval:
+        note = f"95%: {curve.newest_interval}"
+    if len(note) > between:
+        note = ""
+    axis = f"{'':>{_LABEL}}└{first}{note:^{max(1, between)}}{last}"
+    return [*lines, words(axis, "dim", size)]
 
 
 def _small_curves(curves: Sequence[Curve], size: Size) -> list[RenderableType]:
     """Return lines of figures, two or three side by side: name, curve, newest value."""
-    columns = 3 if size.width >= _WIDE else 2
+    columns = 1 + (size.width >= _TWO) + (size.width >= _WIDE)
     cell = size.width // columns - 1
     room = max(4, cell - _NAME - _VALUE - 2)
     lines: list[RenderableType] = []
     for start in range(0, len(curves), columns):
-        line = Text(no_wrap=True)
+        parts = []
         for curve in curves[start : start + columns]:
             drawn = sparkline(curve.values, room)
-            line.append_text(words(f"{curve.name:<{_NAME}} ", "dim", size))
-            line.append_text(words(f"{drawn:<{room}}", "cyan", size))
-            line.append_text(words(f"{curve.newest:>{_VALUE}}  ", "", size))
+            parts.append(words(f"{curve.name:<{_NAME}} ", "dim", size))
+            parts.append(words(f"{drawn:<{room}}", "cyan", size))
+            parts.append(words(f"{curve.newest:>{_VALUE}}  ", "", size))
+        line = _line(*parts)
         line.rstrip()
         lines.append(line)
     return lines
@@ -261,10 +277,10 @@ def _findings(one: Essentials, size: Size) -> list[RenderableType]:
     """Return the most serious findings: their titles, and their advice in a tall terminal."""
     lines: list[RenderableType] = []
     ranked = sorted(one.findings, key=lambda finding: list(_SEVERITIES).index(finding.severity))
-    most = _MOST_FINDINGS if size.height > 30 else 2
+    most = _MOST_FINDINGS if size.height > _TALL else 2
     for finding in ranked[:most]:
         mark, style = _SEVERITIES[finding.severity]
-        text = finding.line() if size.height > 30 else finding.title
+        text = finding.line() if size.height > _TALL else finding.title
         wrapped = textwrap.wrap(harmless(text), size.width - 4)
         if len(wrapped) > 2:
             wrapped = [wrapped[0], wrapped[1][: size.width - 6] + " …"]

@@ -35,9 +35,12 @@ Part = Literal["all", "now", "body"]
 Display = Callable[..., Any]
 
 
-def notebook_html(run: FollowedRun, now: float, part: Part = "all") -> str:
-    """Return a run, or a part of it, as HTML for a notebook. now: as `time.time`."""
-    shown = _now(run)
+def notebook_html(run: FollowedRun, now: float) -> str:
+    """Return a run as HTML for a notebook. now: as `time.time`."""
+    return _html(run, _now(run), now, "all")
+
+
+def _html(run: FollowedRun, shown: Essentials, now: float, part: Part) -> str:
     if shown.done is None or part == "now":
         figures = []
     else:
@@ -86,7 +89,9 @@ class LiveView:
         self._clock = clock
         self._display = display or _notebook_display()
         self._handles: dict[Part, Any] = {}
-        self._shown: dict[Part, str] = {}
+        self._known: dict[Part, object] = {}
+        """The content behind each part."""
+        self._state = ""
         self._over = threading.Event()
         self._in_block = False
         self._show()
@@ -121,24 +126,31 @@ class LiveView:
         try:
             while not self._over.wait(self._seconds):
                 self._show()
-                if not self._in_block and _now(self._run).state.word in _OVER:
+                if not self._in_block and self._state in _OVER:
                     return
         except Exception as error:  # noqa: BLE001 - a display must not disturb the training in its process
             logger.warning("%s is shown no longer: %s", self._run.folder, describe(error))
 
     def _show(self) -> None:
         """Replace the parts with changes."""
-        parts: tuple[Part, ...] = ("now", "body")
-        for part in parts:
-            html = notebook_html(self._run, self._clock(), part)
-            if html == self._shown.get(part):
-                continue
-            self._shown[part] = html
-            bundle = {"text/html": html, "text/plain": f"{self._run.folder}, followed by ttrl"}
-            if part in self._handles:
-                self._handles[part].update(bundle, raw=True)
-            else:
-                self._handles[part] = self._display(bundle, raw=True, display_id=True)
+        shown = _now(self._run)
+        self._state = shown.state.word
+        now = _html(self._run, shown, self._clock(), "now")
+        self._replace("now", now, now)
+        # Charts take longer to draw than to know that nothing is new.
+        key = (self._run.stamp(), shown.done, shown.sample)
+        if self._known.get("body") != key:
+            self._replace("body", key, _html(self._run, shown, self._clock(), "body"))
+
+    def _replace(self, part: Part, key: object, html: str) -> None:
+        if self._known.get(part) == key:
+            return
+        self._known[part] = key
+        bundle = {"text/html": html, "text/plain": f"{self._run.folder}, followed by ttrl"}
+        if part in self._handles:
+            self._handles[part].update(bundle, raw=True)
+        else:
+            self._handles[part] = self._display(bundle, raw=True, display_id=True)
 
 
 def _notebook_display() -> Display:

@@ -300,12 +300,12 @@ def _under_way(run: RunData, first: int) -> Iterator[UnderWay]:
         ends = {name: _stat(folder / "done" / f"{name}.json")[2] / 1e9 for name in PHASES}
         done = tuple(name for name in PHASES if ends[name])
         newest = PHASES.index(done[-1]) if done else 0
-        if done and newest + 1 < len(PHASES):
+        if number == 0:  # the starting model is only measured
+            phase = "validate" if "prepare" in done else "prepare"
+        elif done and newest + 1 < len(PHASES):
             phase = PHASES[newest + 1]
         elif done:
             phase = PHASES[-1]
-        elif number == 0:
-            phase = "validate"
         else:
             phase = "rollouts"
         since = max([*ends.values(), 0.0]) or begun
