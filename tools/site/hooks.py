@@ -7,6 +7,7 @@
 - A block that no test runs gets a line with the reason, from the comment above it.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -89,8 +90,8 @@ def links(path: str) -> Iterator[str]:
     source = ROOT / path
     if source.is_dir():
         yield from (f"{path}/{name}" for name in listed(source))
-    elif source.suffix == ".md":
-        prose = CODE.sub("", source.read_text(encoding="utf-8"))
+    elif source.suffix in (".md", ".ipynb"):
+        prose = CODE.sub("", content(path))
         found = (target(path, link) for link in LINK.findall(prose))
         yield from (one for one in found if one and not one.startswith("docs/"))
 
@@ -105,12 +106,21 @@ def content(path: str) -> str:
     source = ROOT / path
     if source.suffix == ".md":
         return source.read_text(encoding="utf-8")
+    if source.suffix == ".ipynb":
+        return notebook(source)
     head = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n"
     if source.is_dir():
         names = listed(source)
         return head + "\n".join(f"- [{name}]({source.name}/{name}.md)" for name in names)
     language = LANGUAGES.get(source.suffix, "text")
     return f"{head}`````{language}\n{source.read_text(encoding='utf-8')}\n`````\n"
+
+
+def notebook(source: Path) -> str:
+    """Return a notebook's cells as Markdown."""
+    cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
+    texts = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
+    return "\n\n".join(f"```python\n{text}\n```" if is_code else text for text, is_code in texts)
 
 
 def navigation(index: str) -> list[Any]:
@@ -185,7 +195,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Adapt one page."""
     path = origin(page.file.src_uri)
-    if path.endswith(".md"):
+    if path.endswith((".md", ".ipynb")):
         markdown = relink(path, markdown)
     if path == API:
         markdown = with_docstrings(markdown)
