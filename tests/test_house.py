@@ -110,7 +110,12 @@ def test_each_folder_is_a_package() -> None:
         assert (ROOT / path).with_name("__init__.py").exists(), path
 
 
-DISTRIBUTIONS = {"IPython": "ipython", "yaml": "pyyaml", "pynvml": "nvidia-ml-py", "pysat": "python-sat"}
+DISTRIBUTIONS = {
+    "IPython": "ipython",
+    "yaml": "pyyaml",
+    "pynvml": "nvidia-ml-py",
+    "pysat": "python-sat",
+}
 ELSEWHERE = {"inspect_ai", "verifiers"}
 """Of another environment: ttrl.agents.agent_worker imports them."""
 

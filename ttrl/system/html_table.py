@@ -9,6 +9,7 @@ from html import escape
 
 from ttrl.text import harmless
 
+_LONG = 40
 _NUMBER = re.compile(r"[-+<$]?[\d.,]+(?:e[-+]?\d+)?\s?[%kMGTP]?")
 
 
@@ -21,7 +22,7 @@ def html_table(
     >>> html_table([["task", "reward"], ["<b>", "1"]]).count("&lt;b&gt;")
     1
     """
-    heads = "".join(f"<th>{_escaped(head)}</th>" for head in rows[0])
+    heads = "".join(f'<th style="text-align:left">{_escaped(head)}</th>' for head in rows[0])
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows[1:])
     parts = []
     if caption:
@@ -39,7 +40,10 @@ def html_text(text: str) -> str:
 def _cell(text: str) -> str:
     if _NUMBER.fullmatch(text):
         return f"<td>{_escaped(text)}</td>"
-    return f'<td style="text-align:left;overflow-wrap:anywhere">{_escaped(text)}</td>'
+    style = "text-align:left"
+    if len(text) > _LONG:  # else columns of short words would be cut into letters
+        style += ";overflow-wrap:anywhere"
+    return f'<td style="{style}">{_escaped(text)}</td>'
 
 
 def _escaped(text: str) -> str:
