@@ -153,7 +153,11 @@ def essentials(run: FollowedRun) -> Essentials:
 
 
 def run_line(run: FollowedRun) -> RunLine:
-    """Return a run's line in a list; a damaged one has its error."""
+    """Return a run's line in a list: only its name before it is read; a damaged one has its
+    error.
+    """
+    if not run.is_read:
+        return RunLine(run.name, State("reading"))
     data = readable(run)
     if isinstance(data, TtrlError):
         return RunLine(run.name, State("damaged"), str(data))

@@ -5,6 +5,7 @@ Elsewhere (a pipe, a file), one frame is written.
 """
 
 import contextlib
+import math
 import os
 import select
 import sys
@@ -20,7 +21,7 @@ from rich.live import Live
 
 from ttrl.live.essentials import essentials, run_line
 from ttrl.live.frame import Size, run_frame, runs_frame, words
-from ttrl.monitoring.runs import FollowedRun, Runs
+from ttrl.monitoring.runs import FollowedRun, Runs, read_some
 from ttrl.system.console import Console as Speaker
 
 SECONDS = 1.0
@@ -65,6 +66,7 @@ class Watch:
         now = self._clock()
         if len(runs) == 1:
             return run_frame(essentials(runs[0]), size, now)
+        read_some(runs, SECONDS if is_live else math.inf)
         lines = [run_line(run) for run in runs]
         chosen = self._place(runs) if is_live else None
         return runs_frame(lines, size, now, chosen)

@@ -344,3 +344,13 @@ def readable(run: FollowedRun) -> RunData | TtrlError:
         return run.data()
     except TtrlError as error:
         return error
+
+
+def read_some(runs: Sequence[FollowedRun], seconds: float = 1.0) -> None:
+    """Read runs for the first time, for so many seconds: a page or a frame need not wait for all of
+    them.
+    """
+    until = time.monotonic() + seconds
+    for run in runs:
+        if not run.is_read and time.monotonic() < until:
+            readable(run)

@@ -1,6 +1,5 @@
 """Show the list of runs, a run, and an iteration."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 from starlette.datastructures import QueryParams
 
 from ttrl.facts import MetricsRow
-from ttrl.live.essentials import RunLine, run_line
-from ttrl.monitoring.runs import Runs, State, readable
+from ttrl.live.essentials import run_line
+from ttrl.monitoring.runs import Runs, read_some
 from ttrl.report.charts import sparkline
 from ttrl.report.conversations import Message
 from ttrl.report.page import report_body
@@ -18,8 +17,6 @@ from ttrl.text import compact, is_number
 from ttrl.ui.pages import NotFoundError, View, page, run_named, stamp_of_all, state_of
 from ttrl.ui.search import FILES, Query, search
 
-_MOST_SECONDS = 1.0
-"""For first readings of runs."""
 _MOST_LIVE = 6
 _LIVE_BYTES = 20_000
 
@@ -27,17 +24,12 @@ _LIVE_BYTES = 20_000
 def home(runs: Runs, query: QueryParams) -> View:
     """List all runs. Those not read after a second follow with the browser's next request."""
     shown = runs.all()
-    until = time.monotonic() + _MOST_SECONDS
-    for run in shown:
-        if not run.is_read and time.monotonic() < until:
-            readable(run)
+    read_some(shown)
     parts = [(run.name, run.stamp(), state_of(run) if run.is_read else None) for run in shown]
     stamp = stamp_of_all(parts)
 
     def render() -> str:
-        lines = [
-            run_line(run) if run.is_read else RunLine(run.name, State("reading")) for run in shown
-        ]
+        lines = [run_line(run) for run in shown]
         return page("runs.html", stamp, lines=lines, sparkline=sparkline)
 
     return View(stamp, render)
