@@ -54,7 +54,7 @@ LIMITS = {
     "ternaries": 22.0,
     "tuples": 4.0,
     "walruses": 1.2,
-    "wide": 1.0,
+    "wide": 0.0,
     "relatives": 14.0,
     "archaic": 0.3,
     "m_relative": 5.0,

@@ -110,7 +110,8 @@ def short(value: object, most: int = 200) -> str:
     """Write any value as Python does, cut to `most` characters; never raises."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - the user's object, or a number of thousands of digits, which Python does not print
+    except Exception:  # noqa: BLE001
+        # A user's __repr__ may raise, and Python refuses to print huge integers.
         text = f"a value of type {type(value).__name__}"
     if len(text) <= most:
         return text

@@ -123,6 +123,9 @@ def test_an_option_that_nothing_takes(capsys: pytest.CaptureFixture[str]) -> Non
         "`ttrl plan` has no such option unless you plan a script: --seed 1"
         in capsys.readouterr().err
     )
+    # Not read as a short form of --tasks: a script may have a --task of its own.
+    assert cli.main(["plan", "tiny", "--task", "x"]) == 2
+    assert "unless you plan a script: --task x" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["models", "--zzz"])
     assert "unrecognized arguments: --zzz" in capsys.readouterr().err

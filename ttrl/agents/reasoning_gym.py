@@ -115,7 +115,8 @@ class ReasoningGymGrader:
             return 0.0
         try:
             score = min(1.0, max(0.0, float(dataset.score_answer(answer, self.entry))))
-        except Exception:  # noqa: BLE001 - of what verifiers meet in a model's answer, anything: it is not right
+        except Exception:  # noqa: BLE001
+            # Whatever a verifier raises on a model's answer, the answer is wrong.
             return 0.0
         right = str(self.entry["answer"])
         if score < 1.0 and right in answer and score == len(right) / len(answer):
@@ -174,7 +175,8 @@ def get_reasoning_gym_tasks(
     for number in range(20 * n + 400):
         try:
             entry = dataset[number]
-        except Exception as error:  # noqa: BLE001 - generators fail at some places; those are passed over
+        except Exception as error:  # noqa: BLE001
+            # Generators fail for some seeds; skip these.
             failure = error
             continue
         asked = str(entry["question"])

@@ -302,9 +302,12 @@ class EnvironmentRollout:
             chat.messages[-1] = with_text_added(chat.messages[-1], told)
         tools = Tools([*self.tools, *_methods(environment)])
         choice = await tools.talk(chat)
-        choice.messages = chat.messages  # type: ignore[attr-defined]  # as graders of rollouts get it
+        # Graders of rollouts get the messages here, too.
+        choice.messages = chat.messages  # type: ignore[attr-defined]
         output = self.rewards.scored(choice, environment)
-        reward, metrics = await output if inspect.isawaitable(output) else output  # type: ignore[misc]
+        if inspect.isawaitable(output):
+            output = await output
+        reward, metrics = output  # type: ignore[misc]
         return reward, {**metrics, "tool_calls": tools.calls, "tool_failures": tools.failures}
 
 

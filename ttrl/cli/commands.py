@@ -114,7 +114,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ttrl {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, (add, line) in SUBCOMMANDS.items():
-        add(commands.add_parser(name, help=line))
+        command = commands.add_parser(name, help=line)
+        add(command)
+        # A script's own --task is no short form of the command's --tasks.
+        command.allow_abbrev = not command.get_default("takes_others")
     return parser
 
 

@@ -183,10 +183,12 @@ def try_in_process(code: str, timeout: float = IMPORT_SECONDS) -> tuple[str | No
 _TORCH_CODE = """
 import json, torch
 build = torch.version.cuda or torch.version.hip
-print(json.dumps({"version": torch.__version__, "cuda": build, "available": torch.cuda.is_available()}), flush=True)
-import importlib.metadata, torchtune.training, torchtune.modules, torchtune.config
-print('torchtune', importlib.metadata.version('torchtune'), 'with torchao', importlib.metadata.version('torchao'))
-"""  # noqa: E501
+found = {"version": torch.__version__, "cuda": build, "available": torch.cuda.is_available()}
+print(json.dumps(found), flush=True)
+import torchtune.training, torchtune.modules, torchtune.config
+from importlib.metadata import version
+print('torchtune', version('torchtune'), 'with torchao', version('torchao'))
+"""
 _VLLM_CODE = "import vllm, vllm.entrypoints.openai.api_server; print('vLLM', vllm.__version__)"
 _REINSTALL = "make clean install"
 

@@ -201,7 +201,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     if len(there) > 1:
         from ttrl.report.compared_runs import compare_runs
 
-        comparison = compare_runs(there, by=sweep.by)  # type: ignore[arg-type]  # the file's check allows no other
+        # The sweep file's check allows no other value.
+        comparison = compare_runs(there, by=sweep.by)  # type: ignore[arg-type]
         say(comparison.table())
         print(comparison.write_html(runs / "compare.html"))
     if failed:

@@ -113,7 +113,8 @@ def _graded(task: Task, reply: str) -> Sample:
         )
     try:
         grade = asyncio.run(_grade(task.grader, reply, task.id))
-    except Exception as error:  # noqa: BLE001 - whatever a person's grader raises is what they want to see
+    except Exception as error:  # noqa: BLE001
+        # Users want to see whatever their grader raises.
         frames = traceback.extract_tb(error.__traceback__)
         libraries = (sys.prefix, sys.base_prefix)
         where = [frame for frame in frames if not frame.filename.startswith(libraries)][-1]

@@ -139,7 +139,8 @@ class Staged:
                     f"{gib(free)}"
                 )
             folder.mkdir(exist_ok=True)
-            reading = self._reading[sent.name] = open(folder / "lock", "wb")  # noqa: SIM115 - open as long as they are read
+            # The file stays open, locked, while the weights are read.
+            reading = self._reading[sent.name] = open(folder / "lock", "wb")  # noqa: SIM115
             fcntl.flock(reading, fcntl.LOCK_SH)
             try:
                 for name, references in sent.pieces.items():

@@ -314,7 +314,8 @@ class Config:
 
 HIDDEN = "***"
 _SECRET = re.compile(
-    r"(?i)(^|[-_.])(api-?key|key|token|secret|password|passwd|authorization|credentials?|cookie|headers?|pat)$"
+    r"(?i)(^|[-_.])(api-?key|key|token|secret|password|passwd|authorization|credentials?|cookie|"
+    r"headers?|pat)$"
 )
 """Matches the names of secret settings: "hf_token", "X-Api-Key"; not "max_tokens", "key_file"."""
 

@@ -90,7 +90,8 @@ def tried(trials: Iterable[Trial]) -> Iterator[Case]:
         began = time.perf_counter()
         try:
             passed, found = trial()
-        except Exception as error:  # noqa: BLE001 - a failed case, which the certificate is there to show
+        except Exception as error:  # noqa: BLE001
+            # The certificate shows failed cases.
             passed = False
             found = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         yield Case(part, case, passed, found, round(time.perf_counter() - began, 3))

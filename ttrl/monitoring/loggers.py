@@ -104,7 +104,8 @@ class Loggers:
     def _guarded(self, name: str, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - it may be any code, and a run must not end for its metrics
+        except Exception as error:  # noqa: BLE001
+            # A logger may be any code; a run must not end because of its metrics.
             if name not in self._failed:
                 self._failed.add(name)
                 logger.warning(

@@ -229,7 +229,9 @@ class _Converter(TikTokenConverter):
     """Takes ranks instead of a file."""
 
     def __init__(self, ranks: dict[bytes, int], pattern: str, special: list[str]) -> None:
-        super().__init__(pattern=pattern, extra_special_tokens=special)  # type: ignore[no-untyped-call]
+        super().__init__(  # type: ignore[no-untyped-call]
+            pattern=pattern, extra_special_tokens=special
+        )
         self._ranks = ranks
 
     def load_tiktoken_bpe(self, tiktoken_url: str) -> dict[bytes, int]:  # type: ignore[override]

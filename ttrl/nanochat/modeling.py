@@ -78,7 +78,8 @@ class NanochatConfig(PretrainedConfig):
         self.rope_base = rope_theta
         self.final_logit_softcapping = final_logit_softcapping
         self.initializer_range = initializer_range
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **others)  # type: ignore[call-arg]
+        others["tie_word_embeddings"] = tie_word_embeddings
+        super().__init__(**others)
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -104,7 +105,8 @@ class _Attention(nn.Module):
 
     def heads(self, x_BTD: Tensor) -> Tensor:
         """Return [B, H, T, E]."""
-        return x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[no-any-return]
+        x_BTHE: Tensor = x_BTD.unflatten(-1, (-1, self.head_dim))
+        return x_BTHE.transpose(1, 2)
 
 
 class SmearAttention(_Attention):

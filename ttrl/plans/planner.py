@@ -269,7 +269,8 @@ def write_plan(
         )
         made.save(folder)
         return made
-    except Exception as error:  # noqa: BLE001 - among them what a tokenizer raises, and memory that is not there
+    except Exception as error:  # noqa: BLE001
+        # A tokenizer may raise anything, and memory may run out.
         logger.warning("no plan of this run: %s: %s", type(error).__name__, error)
         return None
 

@@ -140,7 +140,8 @@ class Page:
     @functools.cached_property
     def html(self) -> Markup:
         """Return the page, rendered once: pages of earlier iterations are shown repeatedly."""
-        return Markup(template("parts.html").module.conversation(self))  # type: ignore[attr-defined]  # a macro
+        macros: Any = template("parts.html").module
+        return Markup(macros.conversation(self))
 
 
 def held_out_pages(run: RunData) -> list[Page]:

@@ -127,7 +127,8 @@ def leave_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
         return write_report(run_folder, rows)
     except StorageError:
         raise
-    except Exception as error:  # noqa: BLE001 - it shows whatever a model wrote, out of files that anybody may have touched
+    except Exception as error:  # noqa: BLE001
+        # The page shows a model's text from files that others may have edited.
         logger.warning("report.html could not be written: %s", describe(error))
         return Path(run_folder) / FILE_NAME
 

@@ -77,7 +77,8 @@ async def _request(group: Group, samples: list[Sample]) -> None:
     try:
         size = group.size._replace(n=len(samples))
         answers = await group.send(attempt, samples, size, digest=group.digest)
-    except Exception as error:  # noqa: BLE001 - whatever a request meets fails its own samples alone
+    except Exception as error:  # noqa: BLE001
+        # A failed request fails only its own samples.
         for sample in samples:
             _fail(group, sample, error)
         return

@@ -193,7 +193,8 @@ class Play:
             ) from None
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
+        except BaseException as error:  # noqa: BLE001
+            # Whatever the user's code raises costs one sample.
             raise self._raised(error) from None
         finally:
             self._is_over = True

@@ -182,7 +182,7 @@ async def sample_tasks(tasks: Iterable[Task], request: SamplingRequest) -> TaskR
                 groups.append(group)
     except asyncio.CancelledError as cancelled:
         # No subclass with a field: asyncio.timeout looks for this very type.
-        cancelled.results = _collected(sampling, groups, start)  # type: ignore[attr-defined]  # see above
+        cancelled.results = _collected(sampling, groups, start)  # type: ignore[attr-defined]
         raise
     results = _collected(sampling, groups, start)
     log_stats(results, request.description)

@@ -212,7 +212,9 @@ class ServerConnection:
             data = json.dumps(body).encode()
         deadline = time.monotonic() + timeout
         url = f"{self.root_url}{path}"
-        request = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310
+        request = urllib.request.Request(  # noqa: S310
+            url, data=data, headers=headers, method=method
+        )
         try:
             with self._opener.open(request, timeout=timeout) as answer:
                 found = bytearray()

@@ -39,7 +39,8 @@ model].
 """
 _NAME = re.compile(r"\w[\w.-]*\.(safetensors|json)")  # read by vLLM without unpickling
 _OF_BASE = re.compile(
-    r"(config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges|chat_template|tekken)\..+"
+    r"(config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges|"
+    r"chat_template|tekken)\..+"
 )
 _MOST_BYTES = 2**34  # of an adapter
 _FETCH_SECONDS, _SLOWEST = 120.0, 1e6  # plus a second for each of so many bytes

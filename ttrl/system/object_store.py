@@ -227,7 +227,10 @@ class Store:
         }
         bare = parts._replace(query="", fragment="").geturl()
         try:
-            self._store = from_url(bare, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]  # one overload a store
+            # obstore has one overload per kind of store.
+            self._store = from_url(  # type: ignore[call-overload]
+                bare, client_options=client, retry_config=retry, **options
+            )
         except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
             if kind in _CREDENTIALS:
                 hint = f"; put credentials into {_CREDENTIALS[kind]}"

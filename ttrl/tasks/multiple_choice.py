@@ -59,8 +59,10 @@ _OPENING = " \t\r\n*_`~\"'“‘([{<$:=-–—>#\\"
 # nothing after it also "B-C", "(B)(C)", "B: C": these could begin an option's text. Of "(A) text"
 # only the letter counts.
 _ANOTHER = re.compile(
-    r"[\s)(\].*`\"']{0,4}(?:[,;]?\s{0,3}(?i:or|and|oder|und|ou|et)\b(?:\s(?:maybe|perhaps|possibly|also|even)\b)?|[,;/&+|])"
-    r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])|[\s()\[\].:~=\\–—-]{1,4}([A-J])(?:[\s()\[\].:~=\\–—-]{1,4}[A-J])*[\s).\]]{0,4}$"
+    r"[\s)(\].*`\"']{0,4}(?:[,;]?\s{0,3}(?i:or|and|oder|und|ou|et)\b"
+    r"(?:\s(?:maybe|perhaps|possibly|also|even)\b)?|[,;/&+|])"
+    r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])"
+    r"|[\s()\[\].:~=\\–—-]{1,4}([A-J])(?:[\s()\[\].:~=\\–—-]{1,4}[A-J])*[\s).\]]{0,4}$"
 )
 # The same after an option's text: "B. London or C. Rome"; the other option's text must follow.
 _ANOTHER_LATER = re.compile(

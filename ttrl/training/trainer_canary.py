@@ -38,11 +38,14 @@ logger = logging.getLogger(__name__)
 
 
 # Typical contents for language models: prose, dialogue, numbers, code, lists, other languages.
-_TEXT = """The lighthouse keeper counted 214 steps to the top, and she climbed them twice a day for thirty-one years. "Does it \
-ever get lonely?" the children asked. "Only in November," she said, "when the fog hides the ships but not their horns."
+_TEXT = """\
+The lighthouse keeper counted 214 steps to the top, and she climbed them twice a day for \
+thirty-one years. "Does it ever get lonely?" the children asked. "Only in November," she said, \
+"when the fog hides the ships but not their horns."
 
 Question: A train leaves at 9:40 and arrives at 11:05. How long does the journey take?
-Answer: From 9:40 to 10:40 is one hour, and 25 minutes more makes 1 hour and 25 minutes, or 85 minutes.
+Answer: From 9:40 to 10:40 is one hour, and 25 minutes more makes 1 hour \
+and 25 minutes, or 85 minutes.
 
 def median(values: list[float]) -> float:
     ordered = sorted(values)
@@ -51,16 +54,17 @@ def median(values: list[float]) -> float:
 
 {"name": "Ada", "age": 36, "city": "London", "languages": ["English", "French"], "active": true}
 
-Der Regen hörte gegen Abend auf. Il pleuvait encore quand le dernier train est parti. 東京は日本の首都です。
+Der Regen hörte gegen Abend auf. Il pleuvait encore quand le dernier train est parti. \
+東京は日本の首都です。
 
 1. Wash the rice until the water runs clear.
 2. Add one and a half cups of water for each cup of rice, and a pinch of salt.
 3. Bring it to a boil, cover the pot, and let it simmer for 18 minutes.
 
-In 1905 Einstein published four papers: on the photoelectric effect, Brownian motion, special relativity, and the equivalence of \
-mass and energy, E = mc^2. Water boils at 100 °C at sea level, but at about 71 °C on the summit of Mount Everest, where the air \
-pressure is only a third as high.
-"""  # noqa: E501
+In 1905 Einstein published four papers: on the photoelectric effect, Brownian motion, special \
+relativity, and the equivalence of mass and energy, E = mc^2. Water boils at 100 °C at sea level, \
+but at about 71 °C on the summit of Mount Everest, where the air pressure is only a third as high.
+"""
 # Fewer different tokens of the text: its letters are unknown to the model, or nearly its only
 # tokens.
 _DISTINCT = 64

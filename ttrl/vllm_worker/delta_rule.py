@@ -75,7 +75,8 @@ class _Operations:
     def fused_sigmoid_gating_delta_rule_update_cpu(self, **given: Any) -> Tensor:
         """Return [n, 1, G, V] for one token of each sequence, and change its state in place."""
         if given["q"].dtype is not torch.float32:
-            return self._theirs.fused_sigmoid_gating_delta_rule_update_cpu(**given)  # type: ignore[no-any-return]
+            theirs: Tensor = self._theirs.fused_sigmoid_gating_delta_rule_update_cpu(**given)
+            return theirs
         value = given["v"].flatten(0, -3)
         times = value.shape[1] // given["q"].shape[-2]
         query, key = (

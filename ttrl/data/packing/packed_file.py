@@ -76,7 +76,8 @@ def load_packed(
     try:
         with again(lambda: safetensors.safe_open(path, framework="pt")) as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            # A safetensors file is not a mapping.
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, OSError) as error:
         raise PackError(
             f"{path} cannot be read as safetensors ({error}): it is damaged or incomplete, pack "

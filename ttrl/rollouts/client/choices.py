@@ -433,6 +433,7 @@ def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
         usage=usage,
     )
     if first.prompt_token_ids is not None:
-        completion.prompt_token_ids = list(first.prompt_token_ids)  # type: ignore[attr-defined]  # vLLM's
+        # The field is vLLM's extension.
+        completion.prompt_token_ids = list(first.prompt_token_ids)  # type: ignore[attr-defined]
     completion.choices = [openai_choice(answer, index) for index, answer in enumerate(answers)]
     return completion

@@ -143,7 +143,8 @@ class _Worker:
                 return Reply(order.name, reward=grade.reward, metrics=grade.metrics)
         except GraderError as refused:
             return Reply(order.name, refused=str(refused)[: MAX_ANSWER // 8])
-        except BaseException as failure:  # noqa: BLE001 - reading the output calls methods of it (__float__, __repr__)
+        except BaseException as failure:  # noqa: BLE001
+            # Reading the output calls its methods (__float__, __repr__).
             error = failure
         finally:
             # A grader's own alarm must not hit the next one.
@@ -165,7 +166,8 @@ class _Worker:
         """
         before = _address_space()
         try:
-            self.graders[key] = pickle.loads(pickled)  # noqa: S301 # nosec B301 - from ttrl, our parent, alone
+            # The bytes come from ttrl, the parent process, alone.
+            self.graders[key] = pickle.loads(pickled)  # noqa: S301 # nosec B301
             prepare = getattr(self.graders[key], "prepare", None)
             if callable(prepare):
                 prepare()
@@ -183,7 +185,8 @@ class _Worker:
             value = grader(choice_from_json(choice))
             if inspect.isawaitable(value):
                 return self.runner.run(_outcome(value))
-        except BaseException as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
+        except BaseException as error:  # noqa: BLE001
+            # Whatever the user's code raises costs one sample.
             return None, error
         return value, None
 

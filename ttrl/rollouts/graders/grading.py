@@ -80,7 +80,8 @@ class _Thread:
             outcome: CallOutcome
             try:
                 outcome = (context.run(function, *args), None)
-            except BaseException as error:  # noqa: BLE001 - also sys.exit() in a grader costs no more than its sample
+            except BaseException as error:  # noqa: BLE001
+                # Even sys.exit() in a grader costs only its sample.
                 outcome = (None, error)
             try:
                 loop.call_soon_threadsafe(deliver, outcome)
@@ -159,7 +160,8 @@ class Threads:
             return None, error
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as error:  # noqa: BLE001 - the user's code: whatever it raises costs one sample
+        except BaseException as error:  # noqa: BLE001
+            # Whatever the user's code raises costs one sample.
             return None, error
         return value, None
 

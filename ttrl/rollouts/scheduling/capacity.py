@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from ttrl.rollouts.scheduling.lengths import KnownLengths, Lengths
 
 _LINE = re.compile(
-    r"^vllm:(cache_config_info|num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total|"
-    r"generation_tokens_total)(?:\{(.*)\})? (\S+)",
+    r"^vllm:(cache_config_info|num_requests_running|num_requests_waiting|kv_cache_usage_perc|"
+    r"num_preemptions_total|generation_tokens_total)(?:\{(.*)\})? (\S+)",
     re.MULTILINE,
 )
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

@@ -335,9 +335,12 @@ def _program(order: Order, answer: int) -> NoReturn:
     _filter_calls()
     report: dict[str, str] = {}
     try:
-        exec(compile(order.source, "program", "exec"), {"__name__": "__main__"})  # noqa: S102 # nosec B102 - shut in
+        program = compile(order.source, "program", "exec")
+        # The sandbox confines the program.
+        exec(program, {"__name__": "__main__"})  # noqa: S102 # nosec B102
         report = {"passed": order.passed}
-    except BaseException as error:  # noqa: BLE001 - the program's, SystemExit too: it has not come to its end
+    except BaseException as error:  # noqa: BLE001
+        # Any exception of the program, even SystemExit, means that it did not finish.
         try:
             text = f"{type(error).__name__}: {error}"
         except BaseException:  # noqa: BLE001 - of its own __str__
