@@ -191,8 +191,8 @@ def test_untrusted_text_cannot_act_on_the_terminal(size: Size, tmp_path: Path) -
 
 @given(text=st.text(st.characters(codec=None), max_size=80))
 def test_words_never_act(text: str) -> None:
-    assert acting(words(text).plain) == set()
-    assert words(text, size=Size(80, 24, unicode=False)).plain.isascii()
+    assert acting(words(text, "", Size(80, 24)).plain) == set()
+    assert words(text, "", Size(80, 24, unicode=False)).plain.isascii()
 
 
 def test_wide_letters_stay_within_the_terminal(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def essentials(run: FollowedRun) -> Essentials:
     data = readable(run)
     if isinstance(data, TtrlError):
         return Essentials(run.name, State("damaged"), str(data))
-    state = run.state()
+    state = run.state(counted=True)
     return Essentials(
         name=run.name,
         state=state,
@@ -163,21 +163,33 @@ def run_line(run: FollowedRun) -> RunLine:
         return RunLine(run.name, State("damaged"), str(data))
     judged = held_out_metric(data)
     rewards = data.column(metric("reward"))
-    values = rewards if judged is None else data.column(judged.of)
-    known = present(values)
-    recent = present(rewards[-20:])
+    values = rewards
+    label = ""
+    held_out = ""
+    if judged is not None:
+        values = data.column(judged.of)
+        label = judged.label
+        held_out = _newest(values)
     return RunLine(
         name=run.name,
         state=run.state(),
         model=Path(model_name(data)).name,
-        done=data.rows[-1].iteration if data.rows else 0,
+        done=[0, *data.iterations][-1],
         total=_planned(data),
-        reward=compact(recent[-1]) if recent else "",
-        held_out=compact(known[-1]) if judged is not None and known else "",
-        metric="" if judged is None else judged.label,
+        reward=_newest(rewards[-20:]),
+        held_out=held_out,
+        metric=label,
         values=values,
         serious=sum(one.severity != "note" for one in run.findings()),
     )
+
+
+def _newest(values: Sequence[float | None]) -> str:
+    """Write the newest known value; "" without one."""
+    known = present(values)
+    if known:
+        return compact(known[-1])
+    return ""
 
 
 def _planned(run: RunData) -> int | None:
@@ -221,7 +233,9 @@ def _newest_sample(run: FollowedRun, data: RunData, state: State) -> SampleText 
             path = data.iteration_folder(number_) / name
             if found is None and path.is_file():
                 found = _last_sample(path, stamp_of(path))
-    return None if found is None else _sample_text(found)
+    if found is None:
+        return None
+    return _sample_text(found)
 
 
 @functools.lru_cache(maxsize=64)
@@ -254,4 +268,4 @@ def _sample_text(sample: Sample) -> SampleText:
         facts.append("cut off")
     if sample.error:
         facts.append(f"failed: {sample.error}")
-    return SampleText(asked[-1] if asked else "", sample.text, facts)
+    return SampleText(["", *asked][-1], sample.text, facts)

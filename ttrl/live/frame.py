@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, OverflowMethod, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +18,7 @@ from ttrl.live.essentials import Curve, Essentials, RunLine
 from ttrl.live.text_plot import plain, plot, sparkline
 from ttrl.monitoring.finding import Severity
 from ttrl.monitoring.runs import UnderWay
-from ttrl.text import counted, duration, harmless
+from ttrl.text import counted, duration, harmless, present
 
 _STATES = {"running": "bold green", "finished": "bold blue", "damaged": "bold red"}
 _SEVERITIES: dict[Severity, tuple[str, str]] = {
@@ -26,6 +26,12 @@ _SEVERITIES: dict[Severity, tuple[str, str]] = {
     "warn": (" !", "yellow"),
     "note": (" ·", "dim"),
 }
+_JUSTIFY: dict[str, JustifyMethod] = dict.fromkeys(
+    ("iteration", "left", "held out", "reward", "!"), "right"
+)
+"""Columns of numbers."""
+_CURVE = {False: 10, True: 24}
+"""Columns of a run's curve in the table, by whether the terminal is wide."""
 _COLOURS = ("cyan", "yellow")
 """Of the large curves."""
 _LABEL = 7
@@ -36,10 +42,11 @@ _WIDE = 110
 """Columns for three small curves side by side."""
 _TWO = 76
 """Columns for two large curves side by side."""
-_LOWEST, _HIGHEST = 4, 14
-"""Lines of a large curve."""
+_LOWEST = 4
+_HIGHEST = 14
+"""Lines of a large curve, at least and at most."""
 _TALL = 30
-"""Lines for advice, more findings and blank lines."""
+"""Lines of a terminal with room to spare."""
 _MOST_FINDINGS = 4
 _MOST_TEXT = 4_000
 """Characters of a sample."""
@@ -52,13 +59,25 @@ class Size(NamedTuple):
     height: int
     unicode: bool = True
 
+    @property
+    def overflow(self) -> OverflowMethod:
+        """Return rich's way to cut a line; its ellipsis is no ASCII."""
+        if self.unicode:
+            return "ellipsis"
+        return "crop"
 
-def words(text: str, style: str = "", size: Size | None = None) -> Text:
+    @property
+    def is_tall(self) -> bool:
+        """Tell whether there is room for advice, more findings and blank lines."""
+        return self.height > _TALL
+
+
+def words(text: str, style: str, size: Size) -> Text:
     """Return a text to show, without effect on the terminal."""
     shown = harmless(text).expandtabs(4)
-    if size is not None and not size.unicode:
+    if not size.unicode:
         shown = plain(shown).encode("ascii", "replace").decode()
-    return Text(shown, style, no_wrap=True, overflow="ellipsis" if _unicode(size) else "crop")
+    return Text(shown, style, no_wrap=True, overflow=size.overflow)
 
 
 def _line(*parts: Text) -> Text:
@@ -76,18 +95,25 @@ def run_frame(one: Essentials, size: Size, now: float) -> RenderableType:
         return Group(*parts, _wrapped(one.problem, "red", size))
     if not one.main:
         parts.append(words(one.summary or "waiting for the run's first files", "dim", size))
-    gap = [Text()] if size.height > _TALL else []
+    gap: list[RenderableType] = []
+    if size.is_tall:
+        gap.append(Text())
     small = [*gap, *_small_curves(one.others, size)]
     found = _findings(one, size)
     lines = size.height - len(parts) - len(small) - len(found) - len(gap)
-    stacked = 1 if _side_by_side(one, size) else len(one.main)
+    stacked = 1
+    if not _side_by_side(one, size):
+        stacked = len(one.main)
     rows = (lines - lines // 3) // stacked - 2
     parts += [*gap, *_large_curves(one, size, min(_HIGHEST, max(_LOWEST, rows)))]
     parts += small
-    parts += [*gap, *found] if found else []
+    if found:
+        parts += [*gap, *found]
     used = sum(map(_lines, [*parts, *gap]))
     sample = _sample(one, size, size.height - 1 - used)
-    return Group(*parts, *(gap if sample else []), *sample)
+    if sample:
+        parts += [*gap, *sample]
+    return Group(*parts)
 
 
 def runs_frame(
@@ -105,13 +131,14 @@ def runs_frame(
         table.add_column(
             head,
             no_wrap=True,
-            overflow="ellipsis" if size.unicode else "crop",
-            justify="left" if head in ("run", "model", "state", "") else "right",
+            overflow=size.overflow,
+            justify=_JUSTIFY.get(head, "left"),
         )
     room = max(1, size.height - 3)
     first = max(0, (chosen or 0) - room + 1)
     for place, one in enumerate(runs[first : first + room], first):
-        table.add_row(*_cells(one, size, now, is_wide), style="reverse" if place == chosen else "")
+        style = {chosen: "reverse"}.get(place, "")
+        table.add_row(*_cells(one, size, now, is_wide), style=style)
     parts: list[RenderableType] = [table]
     if len(runs) > room:
         last = min(first + room, len(runs))
@@ -124,14 +151,17 @@ def _cells(one: RunLine, size: Size, now: float, is_wide: bool) -> list[Text]:
     if state == "running" and one.state.under_way:
         state = one.state.under_way[-1].doing
     left = one.state.left_at(now)
+    time_left = ""
+    if left is not None:
+        time_left = duration(left)
     cells = [
         words(one.name, "", size),
         words(state, _STATES.get(one.state.word, ""), size),
         words(_progress(one.done, one.total), "", size),
-        words("" if left is None else duration(left), "", size),
+        words(time_left, "", size),
         words(one.held_out, "", size),
         words(one.reward, "", size),
-        words(sparkline(one.values, 24 if is_wide else 10), "cyan", size),
+        words(sparkline(one.values, _CURVE[is_wide]), "cyan", size),
         words(str(one.serious or ""), "yellow", size),
     ]
     if is_wide:
@@ -153,7 +183,7 @@ def _head(one: Essentials, size: Size, now: float) -> list[Text]:
     left = one.state.left_at(now)
     if left is not None:
         first.append(words(f"  about {duration(left)} left", "", size))
-    second = [one.model] if one.model else []
+    second = present([one.model or None])
     if one.seconds:
         second.append(f"{duration(one.seconds)} so far")
     lines = [_line(*first)]
@@ -161,7 +191,7 @@ def _head(one: Essentials, size: Size, now: float) -> list[Text]:
         lines.append(words(" · ".join(second), "dim", size))
     lines += [_phase(phase, size, now) for phase in one.state.under_way]
     for line in lines:
-        line.truncate(size.width, overflow="ellipsis" if size.unicode else "crop")
+        line.truncate(size.width, overflow=size.overflow)
     return lines
 
 
@@ -224,19 +254,16 @@ def _large_curve(
     one: Essentials, curve: Curve, width: int, height: int, place: int, size: Size
 ) -> list[Text]:
     """Return the lines of a plot: its title, the curve between two labels, the iterations."""
-    known = [value for value in (*curve.values, *curve.low, *curve.high) if value is not None]
-    bottom, top = min(known), max(known)
-    if bottom >= 0 and top <= 1 and top - bottom > 0.2:
-        bottom, top = 0.0, 1.0
-    if top == bottom:
-        bottom, top = bottom - 0.5, top + 0.5
+    bottom, top = _range(curve)
     colour = _COLOURS[place % len(_COLOURS)]
     lines = [words(f"{curve.name} {curve.newest}", f"bold {colour}", size)]
     room = max(10, width - _LABEL - 2)
     drawn = plot(curve.values, room, height, (bottom, top), curve.low, curve.high)
     for number, cells in enumerate(drawn):
         label = {0: curve.written(top), height - 1: curve.written(bottom)}.get(number, "")
-        edge = "┤" if label else "│"
+        edge = "│"
+        if label:
+            edge = "┤"
         styles = {"line": colour, "band": f"dim {colour}"}
         parts = [words(text, styles.get(kind, ""), size) for text, kind in cells]
         lines.append(_line(words(f"{label:>{_LABEL}}{edge}", "dim", size), *parts))
@@ -252,6 +279,18 @@ def _large_curve(
         note = ""
     axis = f"{'':>{_LABEL}}└{first}{note:^{max(1, between)}}{last}"
     return [*lines, words(axis, "dim", size)]
+
+
+def _range(curve: Curve) -> tuple[float, float]:
+    """Return the values at bottom and top of a plot: those of a share or a reward, if it moved."""
+    known = present([*curve.values, *curve.low, *curve.high])
+    bottom = min(known)
+    top = max(known)
+    if bottom >= 0 and top <= 1 and top - bottom > 0.2:
+        return (0.0, 1.0)
+    if top == bottom:
+        return (bottom - 0.5, top + 0.5)
+    return (bottom, top)
 
 
 def _small_curves(curves: Sequence[Curve], size: Size) -> list[RenderableType]:
@@ -277,15 +316,20 @@ def _findings(one: Essentials, size: Size) -> list[RenderableType]:
     """Return the most serious findings: their titles, and their advice in a tall terminal."""
     lines: list[RenderableType] = []
     ranked = sorted(one.findings, key=lambda finding: list(_SEVERITIES).index(finding.severity))
-    most = _MOST_FINDINGS if size.height > _TALL else 2
+    most = 2
+    if size.is_tall:
+        most = _MOST_FINDINGS
     for finding in ranked[:most]:
         mark, style = _SEVERITIES[finding.severity]
-        text = finding.line() if size.height > _TALL else finding.title
+        text = finding.title
+        if size.is_tall:
+            text = finding.line()
         wrapped = textwrap.wrap(harmless(text), size.width - 4)
         if len(wrapped) > 2:
             wrapped = [wrapped[0], wrapped[1][: size.width - 6] + " …"]
-        for number, part in enumerate(wrapped):
-            lines.append(words(f"{'  ' if number else mark} {part}", style, size))
+        marks = [mark, "  "]
+        for begin, part in zip(marks, wrapped, strict=False):
+            lines.append(words(f"{begin} {part}", style, size))
     more = len(ranked) - most
     if more > 0:
         lines.append(words(f"   and {counted(more, 'finding')} more: ttrl report", "dim", size))
@@ -297,8 +341,9 @@ def _sample(one: Essentials, size: Size, lines: int) -> list[RenderableType]:
     if one.sample is None or lines < 3:
         return []
     title = words(", ".join(one.sample.facts).replace("\n", " "), "dim", size)
-    title.truncate(size.width - 6, overflow="ellipsis" if size.unicode else "crop")
-    rule = Rule(title, align="left", style="dim", characters="─" if size.unicode else "-")
+    title.truncate(size.width - 6, overflow=size.overflow)
+    line = words("─", "dim", size).plain
+    rule = Rule(title, align="left", style="dim", characters=line)
     shown: list[RenderableType] = [rule]
     asked = " ".join(one.sample.asked[:_MOST_TEXT].split())
     if asked:
@@ -338,7 +383,3 @@ def _lines(part: RenderableType) -> int:
     if isinstance(part, Table):
         return part.row_count
     return 1
-
-
-def _unicode(size: Size | None) -> bool:
-    return size is None or size.unicode

@@ -128,7 +128,8 @@ class LiveView:
                 self._show()
                 if not self._in_block and self._state in _OVER:
                     return
-        except Exception as error:  # noqa: BLE001 - a display must not disturb the training in its process
+        except Exception as error:  # noqa: BLE001
+            # A display must not disturb the training in its process.
             logger.warning("%s is shown no longer: %s", self._run.folder, describe(error))
 
     def _show(self) -> None:

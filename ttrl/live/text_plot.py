@@ -96,16 +96,20 @@ def plot(
             before = None
             continue
         here = row(value, height * 4)
-        start = here if before is None else before
+        start = here
+        if before is not None:
+            start = before
         for y in range(min(start, here), max(start, here) + 1):
             dots[y // 4][column // 2] |= _DOTS[y % 4][column % 2]
         before = here
-    bands = list(zip(_stretched(low, width), _stretched(high, width), strict=True))
+    lows = _stretched(low, width) or [None] * width
+    highs = _stretched(high, width) or [None] * width
     lines = []
     for y in range(height):
         cells = []
         for x in range(width):
-            below, above = bands[x] if bands else (None, None)
+            below = lows[x]
+            above = highs[x]
             shaded = (
                 below is not None
                 and above is not None

@@ -66,9 +66,11 @@ class Watch:
         now = self._clock()
         if len(runs) == 1:
             return run_frame(essentials(runs[0]), size, now)
-        read_some(runs, SECONDS if is_live else math.inf)
+        read_some(runs, {True: SECONDS, False: math.inf}[is_live])
         lines = [run_line(run) for run in runs]
-        chosen = self._place(runs) if is_live else None
+        chosen = None
+        if is_live:
+            chosen = self._place(runs)
         return runs_frame(lines, size, now, chosen)
 
     def keys(self) -> str:

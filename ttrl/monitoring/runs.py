@@ -56,9 +56,9 @@ class UnderWay:
     usual: float | None
     """Seconds of the phase in the last iterations; None if unknown."""
     count: int = 0
-    """Tasks finished so far, while sampling."""
+    """Tasks finished so far, while sampling; 0 unless counted."""
     of: int | None = None
-    """Tasks to sample; None in other phases."""
+    """Tasks to sample; None in other phases, and unless counted."""
 
     def left(self, now: float) -> float | None:
         """Estimate the seconds to the end of the phase; None if unknown."""
@@ -138,8 +138,11 @@ class FollowedRun:
         names = ("metrics.jsonl", "config.yaml", "config_history.jsonl", "plan.json", "drift.json")
         return tuple(one for name in names for one in _stat(self.folder / name))
 
-    def state(self) -> State:
-        """Tell whether the run goes on, and its phases under way."""
+    def state(self, *, counted: bool = False) -> State:
+        """Tell whether the run goes on, and its phases under way.
+
+        counted: with the number of tasks finished while sampling.
+        """
         run = self.data()
         total = run.config.get("iterations")
         newest = run.rows[-1].iteration if run.rows else -1
@@ -154,12 +157,14 @@ class FollowedRun:
         else:
             left = None
         word = "running" if lives else "unknown"
-        under_way = tuple(map(self._progress, _under_way(run, newest + 1)))
+        under_way = tuple(_under_way(run, newest + 1))
+        if counted:
+            under_way = tuple(map(self._progress, under_way))
         return State(word, under_way, left, at)
 
     def newest_task(self) -> bytes:
         """Return the line of the task finished last in the iteration being sampled; b"" without
-        one. It is as new as the last `state`.
+        one. It is as new as the last counted `state`.
         """
         return self._sampled.newest
 
