@@ -137,8 +137,11 @@ def runs_frame(
     room = max(1, size.height - 3)
     first = max(0, (chosen or 0) - room + 1)
     for place, one in enumerate(runs[first : first + room], first):
-        style = {chosen: "reverse"}.get(place, "")
-        table.add_row(*_cells(one, size, now, is_wide), style=style)
+        cells = _cells(one, size, now, is_wide)
+        if chosen is not None:
+            mark = {chosen: "› "}.get(place, "  ")
+            cells[0] = words(mark + one.name, {chosen: "bold"}.get(place, ""), size)
+        table.add_row(*cells)
     parts: list[RenderableType] = [table]
     if len(runs) > room:
         last = min(first + room, len(runs))
@@ -185,7 +188,8 @@ def _head(one: Essentials, size: Size, now: float) -> list[Text]:
         first.append(words(f"  about {duration(left)} left", "", size))
     second = present([one.model or None])
     if one.seconds:
-        second.append(f"{duration(one.seconds)} so far")
+        until = {"finished": "in all"}.get(one.state.word, "so far")
+        second.append(f"{duration(one.seconds)} {until}")
     lines = [_line(*first)]
     if second:
         lines.append(words(" · ".join(second), "dim", size))
