@@ -127,6 +127,14 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, c
     assert cli.main(["sweep", str(path)]) == 0 and len(calls(tmp_path)) == 5
 
 
+@pytest.mark.parametrize("option", ["--check", "--plan"])
+def test_a_look_without_runs_compares_none_and_finishes_none(sweep, tmp_path, option):
+    (tmp_path / "recipe.py").write_text("print('the settings are right')\n")
+    path = sweep(arms=ARMS)
+    assert cli.main(["sweep", str(path), option]) == 0
+    assert not list((tmp_path / "runs/shape").iterdir())
+
+
 def test_what_is_finished_names_no_secret(sweep, tmp_path):
     path = sweep(seeds=[0, 1], arguments=["-k", "sesame"])
     (tmp_path / "recipe.py").write_text("")

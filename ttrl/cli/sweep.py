@@ -163,6 +163,8 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
 
 
 _BY = ("iteration", "flops", "tokens", "seconds")
+_WITHOUT_RUNS = {"--check", "--plan"}
+"""Options of scripts for a look without a run."""
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -191,13 +193,15 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         if finished.get(name) not in (_digest(command), command)
     }
     failed = []
+    # A check or a plan leaves no run to compare.
+    are_runs = not _WITHOUT_RUNS.intersection(arguments.others)
     for name, status in _endings(unfinished, _places(sweep), runs, len(commands)):
-        if status == 0:
+        if status != 0:
+            failed.append(name)
+        elif are_runs:
             finished[name] = _digest(commands[name])
             write_json(runs / _STATE_FILE, finished)
-        else:
-            failed.append(name)
-    there = [runs / name for name in commands if name in finished]
+    there = [runs / name for name in commands if are_runs and name in finished]
     if len(there) > 1:
         from ttrl.report.compared_runs import compare_runs
 
