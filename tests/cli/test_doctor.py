@@ -177,6 +177,8 @@ def test_the_current_folder_cannot_hide_a_package(
 
 def test_memory_respects_a_container(tmp_path: Path) -> None:
     assert marks(doctor.check_memory(16, 10)) == ["ok"]
+    (finding,) = doctor.check_memory(16, 8)  # the run would be refused
+    assert finding.mark == "note" and "10 GB" in finding.advice
     total, free = doctor.memory_gigabytes()
     assert 0 < free <= total
     (tmp_path / "max").write_text("max\n")

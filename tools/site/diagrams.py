@@ -229,8 +229,8 @@ def gradient_noise() -> str:
     drawing = Drawing("Progress of a step against the size of its batch")
     left = 52
     right = 384
-    top = 16
-    bottom = 226
+    top = 36
+    bottom = 246
 
     def place(batch: float, share: float) -> tuple[float, float]:
         across = (math.log2(batch) + 4) / 8
@@ -240,8 +240,10 @@ def gradient_noise() -> str:
         drawing.path([place(1 / 16, share), place(16, share)], "grid")
         drawing.text(left - 6, place(1, share)[1] + 4, f"{share:.0%}", "small soft end")
     for power in (-4, -2, 0, 2, 4):
-        name = {0: "S/|G|²"}.get(power, f"{2.0**power:g}×")
+        name = {-4: "1/16 ×", -2: "1/4 ×", 0: "S/|G|²", 2: "4 ×", 4: "16 ×"}[power]
         drawing.text(place(2.0**power, 0)[0], bottom + 18, name, "small soft middle")
+    title = "progress of a step, as a share of a noiseless one's"
+    drawing.text(left, top - 20, title, "small soft")
     curve = [2.0 ** (step / 8) for step in range(-32, 33)]
     drawing.path([place(batch, batch / (batch + 1)) for batch in curve], "curve")
     drawing.path([place(1, 0), place(1, 0.5)], "badline")

@@ -1,6 +1,7 @@
 """Adapt docs/ for mkdocs, so that the same pages work on GitHub and on the site (mkdocs.yml).
 
-- The navigation comes from the tables of docs/README.md: a page is listed once, there.
+- The navigation comes from the tables of docs/README.md: a page is listed once, there. The search
+  finds a page by the questions of its rows, too, as tags.
 - A link to a file outside docs/ leads to a page with the file's content. So the site needs neither
   a network nor the repository's address.
 - The page of the Python API gets the docstrings of the names in its tables.
@@ -27,6 +28,8 @@ API = "docs/reference/api.md"
 WORKER = "assets/worker.js"
 REPOSITORY = "repository"
 """The site's folder for pages of files outside docs/."""
+UNSEARCHED = {"CHANGELOG.md"}
+"""Pages that answer no question; those of sources are left out by `content`."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash"}
 LINK = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 CODE = re.compile(r"(^(?P<fence>`{3,}).*?^(?P=fence)$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
@@ -123,21 +126,44 @@ def notebook(source: Path) -> str:
     return "\n\n".join(f"```python\n{text}\n```" if is_code else text for text, is_code in texts)
 
 
+def index_page() -> str:
+    """Return the Markdown of the index."""
+    return (ROOT / INDEX).read_text(encoding="utf-8")
+
+
+def rows(section: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the question of each row in a section of the index, and the pages that answer it."""
+    for row in section.splitlines():
+        question = row.strip("| ").partition(" | ")[0]
+        pages = [link.partition("#")[0] for link in LINK.findall(row)]
+        pages = [page for page in pages if page.endswith(".md") and not page.startswith("..")]
+        if row.startswith("| "):
+            yield question, pages
+
+
+def questions(index: str) -> dict[str, list[str]]:
+    """Return the questions that each page answers, by the index."""
+    found: dict[str, list[str]] = {}
+    for question, pages in rows(index):
+        for page in pages:
+            found.setdefault(page, []).append(question.replace("`", ""))
+    return found
+
+
 def navigation(index: str) -> list[Any]:
     """Return mkdocs' navigation from the index: sections, bold rows as groups, pages once."""
     menu: list[Any] = [{"Home": "README.md"}]
     seen = {"README.md"}
     for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
-        title, _, rows = section.partition("\n")
+        title, _, table = section.partition("\n")
         entries: list[Any] = []
         group = entries
-        for row in rows.splitlines():
-            if heading := re.match(r"\| \*\*(.+?)\*\*", row):
+        for question, pages in rows(table):
+            if question.startswith("**"):
                 group = []
-                entries.append({heading[1]: group})
-            for link in LINK.findall(row):
-                page = link.partition("#")[0]
-                if page.endswith(".md") and not page.startswith("..") and page not in seen:
+                entries.append({question.strip("*"): group})
+            for page in pages:
+                if page not in seen:
                     seen.add(page)
                     group.append(page)
         menu.append({title: entries})
@@ -175,7 +201,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the navigation, and the search of folders opened without a server."""
     # The offline plugin would load a worker for file: from a server.
     config.extra["polyfills"] = [WORKER]
-    config.nav = navigation((ROOT / INDEX).read_text(encoding="utf-8"))
+    config.nav = navigation(index_page())
     return config
 
 
@@ -195,6 +221,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Adapt one page."""
     path = origin(page.file.src_uri)
+    if asked := questions(index_page()).get(page.file.src_uri):
+        page.meta["tags"] = asked
+    if path in UNSEARCHED:
+        page.meta["search"] = {"exclude": True}
     if path.endswith((".md", ".ipynb")):
         markdown = relink(path, markdown)
     if path == API:

@@ -296,13 +296,16 @@ def memory_gigabytes() -> tuple[float, float]:
 
 
 def check_memory(total: float, free: float) -> list[CheckResult]:
-    """Check for the 4 GB that the quickstart's server, trainer and loop take together."""
+    """Check for the 10 GB that the quickstart's server, trainer and loop take together; those of a
+    tiny model take 3 GB.
+    """
     fact = f"{free:.1f} of {total:.1f} GB free"
     if free < 3:
-        advice = "vLLM and the trainer need about 4 GB for the smallest model; end other programs"
+        advice = "vLLM and the trainer need about 3 GB for the smallest model; end other programs"
         return [CheckResult("bad", "memory", fact, advice)]
-    if free < 6:
-        return [CheckResult("note", "memory", fact, "enough for the quickstart, not for much more")]
+    if free < 10:
+        advice = "`ttrl quickstart` takes about 10 GB, `ttrl quickstart --tiny` about 3 GB"
+        return [CheckResult("note", "memory", fact, advice)]
     return [CheckResult("ok", "memory", fact)]
 
 
