@@ -111,6 +111,7 @@ def test_each_folder_is_a_package() -> None:
 
 
 DISTRIBUTIONS = {
+    "IPython": "ipython",
     "yaml": "pyyaml",
     "pynvml": "nvidia-ml-py",
     "pysat": "python-sat",

@@ -22,6 +22,7 @@ PUBLIC = [
     "PackedTensors",
     "Prices",
     "RolloutLimits",
+    "Run",
     "Sample",
     "Task",
     "TaskFamily",

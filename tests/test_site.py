@@ -31,7 +31,7 @@ SEARCHES = {
     "how-to/my_model.html": ["my own model", "my model is not listed"],
     "start/machines.html": ["several GPUs", "multiple GPUs"],
     "how-to/several_machines.html": ["several machines", "SLURM"],
-    "how-to/watch.html": ["log to W&B", "wandb", "TensorBoard"],
+    "how-to/loggers.html": ["log to W&B", "wandb", "TensorBoard", "MLflow"],
     "how-to/export.html": ["export the model", "GGUF", "Ollama", "push to the hub"],
     "how-to/judges.html": ["use a judge", "LLM as a judge"],
     "how-to/agents.html": ["I have an agent"],

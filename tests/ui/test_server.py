@@ -17,10 +17,10 @@ from starlette.testclient import TestClient
 from support.many_runs import make_run, sample
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.monitoring.runs import Runs
 from ttrl.records import TokenizedResult
 from ttrl.run_folder.folder import RunFolder
 from ttrl.ui.guard import COOKIE
-from ttrl.ui.runs import Runs
 from ttrl.ui.server import make_app
 
 KEY = "a-key-of-this-test-0123456789"

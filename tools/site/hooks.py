@@ -8,6 +8,7 @@
 - A block that no test runs gets a line with the reason, from the comment above it.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -92,8 +93,8 @@ def links(path: str) -> Iterator[str]:
     source = ROOT / path
     if source.is_dir():
         yield from (f"{path}/{name}" for name in listed(source))
-    elif source.suffix == ".md":
-        prose = CODE.sub("", source.read_text(encoding="utf-8"))
+    elif source.suffix in (".md", ".ipynb"):
+        prose = CODE.sub("", content(path))
         found = (target(path, link) for link in LINK.findall(prose))
         yield from (one for one in found if one and not one.startswith("docs/"))
 
@@ -108,12 +109,21 @@ def content(path: str) -> str:
     source = ROOT / path
     if source.suffix == ".md":
         return source.read_text(encoding="utf-8")
+    if source.suffix == ".ipynb":
+        return notebook(source)
     head = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n"
     if source.is_dir():
         names = listed(source)
         return head + "\n".join(f"- [{name}]({source.name}/{name}.md)" for name in names)
     language = LANGUAGES.get(source.suffix, "text")
     return f"{head}`````{language}\n{source.read_text(encoding='utf-8')}\n`````\n"
+
+
+def notebook(source: Path) -> str:
+    """Return a notebook's cells as Markdown."""
+    cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
+    texts = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells]
+    return "\n\n".join(f"```python\n{text}\n```" if is_code else text for text, is_code in texts)
 
 
 def index_page() -> str:
@@ -215,7 +225,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["tags"] = asked
     if path in UNSEARCHED:
         page.meta["search"] = {"exclude": True}
-    if path.endswith(".md"):
+    if path.endswith((".md", ".ipynb")):
         markdown = relink(path, markdown)
     if path == API:
         markdown = with_docstrings(markdown)

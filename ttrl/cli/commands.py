@@ -61,6 +61,10 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         runs.add_ui,
         "follow runs in a browser: curves, samples, comparisons",
     ),
+    "watch": (
+        runs.add_watch,
+        "follow runs in a terminal: curves, phases, time left, the newest sample",
+    ),
     "view": (runs.add_view, "look at the packed rows of an iteration"),
     "plan": (plan_command.add_plan, "predict a run's memory, disk, FLOPs, time and cost"),
     "config": (config.add_config, "explain a setting: ttrl config max_tokens"),

@@ -450,3 +450,31 @@ def run_ui(arguments: argparse.Namespace) -> int:
 
     serve(arguments.runs or [Path("runs")], arguments.port, announce)
     return 0
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Follow runs in a terminal: curves, the phase under way, the time left, findings and the "
+        "newest sample; several runs as a table. Outside a terminal, a single frame."
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="run folders, and folders of runs (default: runs)",
+    )
+    parser.add_argument("--once", action="store_true", help="write one frame and end")
+    parser.set_defaults(run_command=run_watch)
+
+
+def run_watch(arguments: argparse.Namespace) -> int:
+    from ttrl.live.watch import watch
+
+    away = [one for one in arguments.runs if "://" in one]
+    if away:
+        raise UserError(
+            f"{', '.join(away)}: ttrl watch reads folders; run it where the run folder is, or "
+            "continue the mirror's run there"
+        )
+    watch([Path(one) for one in arguments.runs or ["runs"]], once=arguments.once)
+    return 0

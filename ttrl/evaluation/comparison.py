@@ -7,12 +7,18 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from ttrl.errors import UserError
 from ttrl.evaluation.eval_results import StoredResult, StoredSet, TaskScores, aligned, read_result
 from ttrl.intervals import Difference, difference_over_seeds, pooled
 from ttrl.messages import JsonObject
+from ttrl.system.frames import data_frame
+from ttrl.system.html_table import html_table
 from ttrl.text import flat, percent
+
+if TYPE_CHECKING:
+    from ttrl.system.frames import DataFrame
 
 Key = tuple[str, str, int]
 
@@ -73,39 +79,54 @@ class Comparison:
     def to_json(self) -> JsonObject:
         return dataclasses.asdict(self)
 
+    def to_pandas(self) -> "DataFrame":
+        """Return a DataFrame with a row for each set: name, score, both means, the fields of the
+        difference as difference.NAME, and numbers of tasks. Raises UserError without pandas.
+        """
+        return data_frame(map(dataclasses.asdict, self.sets), columns=("name", "score"))
+
     def table(self) -> str:
-        rows = [
-            [
-                "tasks",
-                "n",
-                "score",
-                "first",
-                "second",
-                "difference",
-                f"{percent(self.confidence)} interval",
-                "p",
-                "better/worse",
-            ]
+        """Return a terminal table: a line for each set, between the caveats and the tasks left
+        out.
+        """
+        lines = [f"first:  {self.models[0]}", f"second: {self.models[1]}"]
+        return "\n".join([*lines, *self._limits(), *aligned(self._rows()), *self._left_out()])
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        caption = f"first: {self.models[0]}, second: {self.models[1]}"
+        notes = [*self._limits(), *self._left_out()]
+        return html_table(self._rows(), caption=caption, notes=notes)
+
+    def _rows(self) -> list[list[str]]:
+        """Return the table, its heading first."""
+        heads = [
+            "tasks",
+            "n",
+            "score",
+            "first",
+            "second",
+            "difference",
+            f"{percent(self.confidence)} interval",
+            "p",
+            "better/worse",
         ]
-        rows += [one.row() for one in self.sets]
-        lines = [
-            f"first:  {self.models[0]}",
-            f"second: {self.models[1]}",
-            *self._limits(),
-            *aligned(rows),
-        ]
+        return [heads, *(one.row() for one in self.sets)]
+
+    def _left_out(self) -> list[str]:
+        """Return notes on the tasks left out of the comparison."""
         left_out = "tasks exist in one evaluation only, or are worded differently, and are left out"
         ungraded = (
             "tasks are left out: they have no grade in one evaluation, so the difference does not "
             "cover them"
         )
-        lines += [f"{one.name}: {one.num_others} {left_out}" for one in self.sets if one.num_others]
+        lines = [f"{one.name}: {one.num_others} {left_out}" for one in self.sets if one.num_others]
         lines += [
             f"{one.name}: {one.num_ungraded} {ungraded}" for one in self.sets if one.num_ungraded
         ]
         if self.left_out:
             lines.append(f"in one evaluation only: {', '.join(self.left_out)}")
-        return "\n".join(lines)
+        return lines
 
     def _limits(self) -> list[str]:
         """Return the caveats for the figures."""

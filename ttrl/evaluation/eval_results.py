@@ -20,6 +20,7 @@ from ttrl.records import Sample
 from ttrl.rollouts.results import TaskResults
 from ttrl.system.files import write_text
 from ttrl.system.frames import data_frame
+from ttrl.system.html_table import html_table
 from ttrl.tasks.task import Task
 from ttrl.text import counted, percent, present, si
 
@@ -240,6 +241,14 @@ class EvalResult:
 
     def table(self) -> str:
         """Return a terminal table: a line for each set, then notes on failures."""
+        return "\n".join([*aligned(self._rows()), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return html_table(self._rows(), caption=self.model, notes=self._notes())
+
+    def _rows(self) -> list[list[str]]:
+        """Return the table, its heading first."""
         ks = sorted({k for one in self.sets for k in one.pass_at if k > 1})
         header = [
             "tasks",
@@ -253,7 +262,11 @@ class EvalResult:
         header += ["tokens", "cut off", "failed", "tokens/s"]
         priced = any(one.spend is not None for one in self.sets)
         rows = [_line(one, ks, priced) for one in self.sets]
-        lines = aligned([[*header, *(["cost"] if priced else [])], *rows])
+        return [[*header, *(["cost"] if priced else [])], *rows]
+
+    def _notes(self) -> list[str]:
+        """Return other metrics, repeats, failures and samples cut off."""
+        lines: list[str] = []
         for one in self.sets:
             others = {name: estimate for name, estimate in one.metrics.items() if name != one.score}
             if others:
@@ -278,7 +291,7 @@ class EvalResult:
                     f"{one.name}: {one.num_truncated} of {one.num_samples} samples were cut off at "
                     "max_tokens; a higher limit might give a better result"
                 )
-        return "\n".join(lines)
+        return lines
 
 
 def messages_digest(task: Task) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from ttrl.configs.recipe import PROGRESS_VARIABLE, STORE_VARIABLE
 from ttrl.errors import ConfigError, StorageError, TrainerDiedError, TrainerError

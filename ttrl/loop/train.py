@@ -20,6 +20,8 @@ import torch
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import DriftError, ModelFolderError
 from ttrl.launch.trainer import Trainer
+from ttrl.live.notebook import LiveView
+from ttrl.live.run import Run
 from ttrl.loop.checks import checked
 from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
@@ -89,6 +91,14 @@ class RunResult:
         """Return a DataFrame with a row for each iteration and the columns of metrics.jsonl, such
         as "train.loss". Raises UserError without pandas."""
         return data_frame(self.metrics, columns=("iteration",))
+
+    def _repr_html_(self) -> str:
+        """Return the run's curves, findings and newest sample for a notebook."""
+        return Run(self.run)._repr_html_()
+
+    def live(self) -> LiveView:
+        """Show the run in a notebook, as `Run.live` does."""
+        return Run(self.run).live()
 
 
 def train_checked(

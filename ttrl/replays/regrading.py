@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from ttrl.errors import GraderError, TaskError
 from ttrl.facts import RolloutsFacts

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttrl.errors import RunFolderError, TaskError, TtrlError, UserError
 from ttrl.facts import RolloutsFacts
@@ -33,9 +33,14 @@ from ttrl.run_folder.folder import RunFolder, check_run_folder
 from ttrl.run_folder.lease import LEASE_FILES
 from ttrl.system.console import Console, mistakes_in_lines
 from ttrl.system.files import digest, read_object, write_json
+from ttrl.system.frames import data_frame
+from ttrl.system.html_table import html_text
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
 from ttrl.version import __version__
+
+if TYPE_CHECKING:
+    from ttrl.system.frames import DataFrame
 
 FILE_NAME = "replay.json"
 _SCHEMA = 1
@@ -57,6 +62,16 @@ class ReplayResult:
     """The whole comparison, as shown at a terminal of 80 columns."""
     checkpoint: Path | None
     """The newest policy, if it was trained again and learned anything."""
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a DataFrame with a row for each iteration and the columns of `Changes`. Raises
+        UserError without pandas.
+        """
+        return data_frame(map(dataclasses.asdict, self.iterations), columns=("iteration",))
+
+    def _repr_html_(self) -> str:
+        """Return the comparison for a notebook."""
+        return html_text(self.text)
 
 
 @mistakes_in_lines()

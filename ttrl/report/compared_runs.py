@@ -16,9 +16,9 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ttrl.configs.base import Settings, without_secrets
 from ttrl.errors import UserError
@@ -31,7 +31,12 @@ from ttrl.report.page import css, visible
 from ttrl.run_folder.config_changes import flat
 from ttrl.run_folder.reader import RunData, held_out_metric, read_run
 from ttrl.system.files import read_jsonl, write_text
+from ttrl.system.frames import data_frame
+from ttrl.system.html_table import html_table
 from ttrl.text import compact, counted, duration, present, si_spaced
+
+if TYPE_CHECKING:
+    from ttrl.system.frames import DataFrame
 
 By = Literal["iteration", "flops", "tokens", "seconds"]
 BY: tuple[By, ...] = ("iteration", "flops", "tokens", "seconds")
@@ -135,6 +140,29 @@ class RunComparison:
                 ]
             table.append(row)
         return table
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a DataFrame with a row for each arm: name, seeds, mean and its interval, and the
+        fields of the difference as difference.NAME. Raises UserError without pandas.
+        """
+        rows = []
+        for arm in self.arms:
+            row: dict[str, object] = {
+                "arm": arm.name,
+                "seeds": len(arm.points),
+                "mean": arm.mean,
+                "low": None if arm.interval is None else arm.interval[0],
+                "high": None if arm.interval is None else arm.interval[1],
+            }
+            if arm.difference is not None:
+                row["difference"] = asdict(arm.difference)
+            rows.append(row)
+        return data_frame(rows, columns=("arm", "seeds", "mean", "low", "high"))
+
+    def _repr_html_(self) -> str:
+        """Return the results for a notebook."""
+        notes = [*self.notes, *self.verdicts()]
+        return html_table(self.rows(), caption=self.matched(), notes=notes)
 
     def settings(self) -> list[tuple[str, list[str]]]:
         """Return the differing settings, with each arm's value."""

@@ -15,6 +15,8 @@ from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.progress import Prices
 from ttrl.system.files import json_line
 from ttrl.system.frames import data_frame
+from ttrl.system.html_table import html_table
+from ttrl.text import compact, one_line
 
 if TYPE_CHECKING:
     from ttrl.system.frames import DataFrame
@@ -38,6 +40,10 @@ class TaskUsage:
 
 _COLUMNS = ("task_id", "sample", "reward", "error", "finish_reason", "tokens", "cached", "text")
 """Columns of a DataFrame of samples, before those of metrics."""
+_SHOWN = 20
+"""Samples of the table in a notebook."""
+_SHOWN_TEXT = 300
+"""Characters of their texts."""
 
 
 class TaskResults(Sequence[TaskResult]):
@@ -95,6 +101,28 @@ class TaskResults(Sequence[TaskResult]):
                 row["tokens"] = None if sample.token_ids is None else len(sample.token_ids)
                 rows.append(row | {"metrics": sample.scores})
         return data_frame(rows, columns=_COLUMNS)
+
+    def _repr_html_(self) -> str:
+        """Return the totals and the first samples as a table for a notebook."""
+        rows = [["task", "sample", "reward", "metrics", "tokens", "end", "text"]]
+        samples = self.samples
+        for sample in samples[:_SHOWN]:
+            scores = ", ".join(f"{name} {compact(one)}" for name, one in sample.scores.items())
+            rows.append(
+                [
+                    one_line(sample.task_id, 60),
+                    str(sample.sample),
+                    "" if sample.reward is None else compact(sample.reward),
+                    one_line(scores, 120),
+                    "" if sample.token_ids is None else str(len(sample.token_ids)),
+                    sample.finish_reason or "",
+                    one_line(sample.error or sample.text, _SHOWN_TEXT),
+                ]
+            )
+        notes = []
+        if len(samples) > _SHOWN:
+            notes.append(f"the first {_SHOWN} of {len(samples)} samples; to_pandas() has them all")
+        return html_table(rows, caption=self.stats.summary(), notes=notes)
 
     def __len__(self) -> int:
         return len(self._results)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from ttrl.errors import UserError
 from ttrl.text import harmless

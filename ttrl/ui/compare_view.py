@@ -7,6 +7,7 @@ from starlette.datastructures import QueryParams
 
 from ttrl.errors import TtrlError, UserError
 from ttrl.facts import Figure, MetricsRow, number
+from ttrl.monitoring.runs import Runs, readable
 from ttrl.report.compared_runs import (
     BY,
     UNITS,
@@ -19,7 +20,6 @@ from ttrl.report.compared_runs import (
 from ttrl.run_folder.reader import RunData, held_out_metric
 from ttrl.text import is_number
 from ttrl.ui.pages import View, page, run_named, stamp_of_all
-from ttrl.ui.runs import Runs, readable
 
 _MOST_COMPARED = 50
 

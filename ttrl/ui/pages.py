@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ttrl.errors import TtrlError
+from ttrl.monitoring.runs import FollowedRun, Runs, State
 from ttrl.report.conversations import template
 from ttrl.report.page import visible
 from ttrl.text import compact, duration
-from ttrl.ui.runs import FollowedRun, Runs, State
 
 _HERE = Path(__file__).parent
 

@@ -1,64 +1,36 @@
 """Show the list of runs, a run, and an iteration."""
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import QueryParams
 
-from ttrl.errors import TtrlError
 from ttrl.facts import MetricsRow
+from ttrl.live.essentials import run_line
+from ttrl.monitoring.runs import Runs, read_some
 from ttrl.report.charts import sparkline
 from ttrl.report.conversations import Message
 from ttrl.report.page import report_body
 from ttrl.report.samples import stamp_of
-from ttrl.run_folder.reader import held_out_metric, model_name
-from ttrl.text import compact, is_number, present
+from ttrl.text import compact, is_number
 from ttrl.ui.pages import NotFoundError, View, page, run_named, stamp_of_all, state_of
-from ttrl.ui.runs import FollowedRun, Runs, State, readable
 from ttrl.ui.search import FILES, Query, search
 
-_MOST_SECONDS = 1.0
-"""For first readings of runs."""
 _MOST_LIVE = 6
 _LIVE_BYTES = 20_000
-
-
-@dataclass(frozen=True)
-class RunLine:
-    """A run in the list."""
-
-    name: str
-    state: State
-    error: str = ""
-    model: str = ""
-    done: int = 0
-    total: int | None = None
-    reward: str = ""
-    held_out: str = ""
-    metric: str = ""
-    curve: str = ""
-    serious: int = 0
-    """Findings of severity stop or warn."""
 
 
 def home(runs: Runs, query: QueryParams) -> View:
     """List all runs. Those not read after a second follow with the browser's next request."""
     shown = runs.all()
-    until = time.monotonic() + _MOST_SECONDS
-    for run in shown:
-        if not run.is_read and time.monotonic() < until:
-            readable(run)
+    read_some(shown)
     parts = [(run.name, run.stamp(), state_of(run) if run.is_read else None) for run in shown]
     stamp = stamp_of_all(parts)
 
     def render() -> str:
-        lines = [
-            _line(run) if run.is_read else RunLine(run.name, State("reading")) for run in shown
-        ]
-        return page("runs.html", stamp, lines=lines)
+        lines = [run_line(run) for run in shown]
+        return page("runs.html", stamp, lines=lines, sparkline=sparkline)
 
     return View(stamp, render)
 
@@ -137,30 +109,6 @@ def _figures(row: MetricsRow | None, before: MetricsRow | None) -> list[tuple[st
         for name, value in values.items()
         if is_number(value) and name != "iteration"
     ]
-
-
-def _line(run: FollowedRun) -> RunLine:
-    state = state_of(run)
-    data = readable(run)
-    if isinstance(data, TtrlError):
-        return RunLine(run.name, state, str(data))
-    total = data.config.get("iterations")
-    judged = held_out_metric(data)
-    values = data.column(lambda row: row.reward) if judged is None else data.column(judged.of)
-    rewards = present(row_reward for row_reward in data.column(lambda row: row.reward)[-20:])
-    known = present(values)
-    return RunLine(
-        name=run.name,
-        state=state,
-        model=Path(model_name(data)).name,
-        done=data.rows[-1].iteration if data.rows else 0,
-        total=total if isinstance(total, int) else None,
-        reward=compact(rewards[-1]) if rewards else "",
-        held_out=compact(known[-1]) if judged is not None and known else "",
-        metric="" if judged is None else judged.label,
-        curve=sparkline(values),
-        serious=sum(one.severity != "note" for one in run.findings()),
-    )
 
 
 def _live_texts(folder: Path) -> list[Message]:

@@ -5,12 +5,12 @@ from urllib.parse import urlencode
 from starlette.datastructures import QueryParams
 
 from ttrl.errors import UserError
+from ttrl.monitoring.runs import Runs
 from ttrl.report.conversations import sample_pages
 from ttrl.report.samples import TRAINER_FILE, stamp_of
 from ttrl.report.view import FILE_NAME, FIRST_ROWS, open_pack
 from ttrl.run_folder.reader import RunData
 from ttrl.ui.pages import NotFoundError, View, page, run_named, stamp_of_all
-from ttrl.ui.runs import Runs
 from ttrl.ui.search import (
     FILES,
     Kind,

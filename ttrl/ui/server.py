@@ -18,12 +18,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ttrl.errors import TtrlError, UserError
+from ttrl.monitoring.runs import Runs
 from ttrl.report.page import css
 from ttrl.ui.compare_view import compare_page
 from ttrl.ui.guard import Guard, new_key
 from ttrl.ui.pages import NotFoundError, View, message_page
 from ttrl.ui.run_views import home, iteration_page, run_page
-from ttrl.ui.runs import Runs
 from ttrl.ui.sample_views import pack_page, rows_page, sample_page, samples_page
 
 HOST = "127.0.0.1"

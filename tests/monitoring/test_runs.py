@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.many_runs import make_run, rows, write_samples
 
 from ttrl.errors import RunFolderError, UserError
+from ttrl.monitoring.runs import FollowedRun, Runs
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_run
-from ttrl.ui.runs import FollowedRun, Runs
 
 
 @given(cuts=st.lists(st.integers(0, 4_000), max_size=6))
@@ -114,3 +114,14 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     assert run.state().word == "ended"
     complete = FollowedRun("whole", make_run(tmp_path / "whole", iterations=3))
     assert complete.state().word == "finished"
+
+
+def test_the_starting_model_is_prepared_and_then_measured(tmp_path: Path) -> None:
+    """It is never sampled for training."""
+    done = tmp_path / "run" / "iterations" / "0000" / "done"
+    done.mkdir(parents=True)
+    run = FollowedRun("run", tmp_path / "run")
+    with RunFolder(run.folder).locked():
+        assert [one.doing for one in run.state().under_way] == ["preparing"]
+        (done / "prepare.json").write_text("{}")
+        assert [one.doing for one in run.state().under_way] == ["validating"]

@@ -5,6 +5,7 @@ each of a few files, and a longer metrics.jsonl costs its new lines.
 """
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from ttrl.facts import MetricsRow
 from ttrl.monitoring.finding import Finding
 from ttrl.monitoring.findings import findings
 from ttrl.monitoring.progress_line import seconds_left
+from ttrl.run_folder.growing import GrowingFile
 from ttrl.run_folder.lease import FolderLease
 from ttrl.run_folder.metrics import PHASES
 from ttrl.run_folder.reader import RunData, read_run, rows_in
@@ -27,9 +29,12 @@ _MOST_RUNS = 2_000
 _RESCAN_SECONDS = 5.0
 _RECENT = 5
 """Iterations for the usual time of a phase."""
+PARTIAL_FILE = "rollouts.partial.jsonl"
+"""The finished tasks of an iteration being sampled, a line each."""
+SAMPLING = "sampling"
 _WORDS = {
     "prepare": "preparing",
-    "rollouts": "sampling",
+    "rollouts": SAMPLING,
     "pack": "packing",
     "train": "training",
     "validate": "validating",
@@ -50,6 +55,27 @@ class UnderWay:
     """The start of the phase, as `time.time`."""
     usual: float | None
     """Seconds of the phase in the last iterations; None if unknown."""
+    count: int = 0
+    """Tasks finished so far, while sampling; 0 unless counted."""
+    of: int | None = None
+    """Tasks to sample; None in other phases, and unless counted."""
+
+    def left(self, now: float) -> float | None:
+        """Estimate the seconds to the end of the phase; None if unknown."""
+        passed = max(0.0, now - self.since)
+        if self.of and self.count:
+            return passed / self.count * (self.of - self.count)
+        if self.usual is None:
+            return None
+        return max(0.0, self.usual - passed)
+
+    def share(self, now: float) -> float | None:
+        """Return the finished share of the phase; None if unknown."""
+        if self.of:
+            return self.count / self.of
+        if not self.usual:
+            return None
+        return min(1.0, max(0.0, now - self.since) / self.usual)
 
 
 @dataclass(frozen=True)
@@ -64,6 +90,12 @@ class State:
     at: float = 0.0
     """The end of the newest iteration, as `time.time`."""
 
+    def left_at(self, now: float) -> float | None:
+        """Return the seconds left at a time; None if unknown."""
+        if self.left is None:
+            return None
+        return max(0.0, self.left - max(0.0, now - self.at))
+
 
 class FollowedRun:
     """A run folder, read again only as far as it has changed."""
@@ -73,11 +105,9 @@ class FollowedRun:
         self.folder = folder
         self._lock = threading.Lock()
         self._stamp: Stamp = ()
-        self._file = 0
-        """The inode of metrics.jsonl."""
-        self._offset = 0
-        """The end of the last whole line."""
-        self._lines = 0
+        self._metrics = GrowingFile(folder / "metrics.jsonl")
+        self._sampled = GrowingFile(folder)
+        """The finished tasks of the iteration being sampled."""
         self._rows: dict[int, MetricsRow] = {}
         self._data: RunData | None = None
         self._is_read = False
@@ -108,8 +138,11 @@ class FollowedRun:
         names = ("metrics.jsonl", "config.yaml", "config_history.jsonl", "plan.json", "drift.json")
         return tuple(one for name in names for one in _stat(self.folder / name))
 
-    def state(self) -> State:
-        """Tell whether the run goes on, and its phases under way."""
+    def state(self, *, counted: bool = False) -> State:
+        """Tell whether the run goes on, and its phases under way.
+
+        counted: with the number of tasks finished while sampling.
+        """
         run = self.data()
         total = run.config.get("iterations")
         newest = run.rows[-1].iteration if run.rows else -1
@@ -124,7 +157,16 @@ class FollowedRun:
         else:
             left = None
         word = "running" if lives else "unknown"
-        return State(word, tuple(_under_way(run, newest + 1)), left, at)
+        under_way = tuple(_under_way(run, newest + 1))
+        if counted:
+            under_way = tuple(map(self._progress, under_way))
+        return State(word, under_way, left, at)
+
+    def newest_task(self) -> bytes:
+        """Return the line of the task finished last in the iteration being sampled; b"" without
+        one. It is as new as the last counted `state`.
+        """
+        return self._sampled.newest
 
     def _current(self) -> RunData:
         stamp = self.stamp()
@@ -137,35 +179,36 @@ class FollowedRun:
 
     def _read_rows(self) -> None:
         """Read the new lines of metrics.jsonl; all of them if it is another file."""
-        path = self.folder / "metrics.jsonl"
+        known = self._metrics.count
         try:
-            file = path.open("rb")
+            lines = self._metrics.new_lines()
         except FileNotFoundError:
-            self._forget()
+            self._rows = {}
             return
-        with file:
-            there = os.fstat(file.fileno())
-            if there.st_ino != self._file or there.st_size < self._offset:
-                self._forget()
-                self._file = there.st_ino
-            file.seek(self._offset)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        lines = whole.split(b"\n")
+        first = self._metrics.count - len(lines)
+        if first < known:  # another file
+            self._rows = {}
         try:
-            rows = list(rows_in(lines, path, self._lines + 1))
+            # A line after the last: what rows_in forgives there is damage in a whole line.
+            rows = list(rows_in([*lines, b""], self._metrics.path, first + 1))
         except RunFolderError:
-            self._forget()  # the file may be repaired in place
+            self._metrics.forget()  # the file may be repaired in place
+            self._rows = {}
             raise
         self._rows |= {row.iteration: row for row in rows}
-        self._offset += len(whole)
-        self._lines += len(lines) - 1
 
-    def _forget(self) -> None:
-        self._file = 0
-        self._offset = 0
-        self._lines = 0
-        self._rows = {}
+    def _progress(self, one: UnderWay) -> UnderWay:
+        """Add the number of finished tasks, while an iteration is sampled."""
+        of = self.data().config.get("tasks_per_iteration")
+        if one.doing != SAMPLING or not isinstance(of, int):
+            return one
+        path = self.data().iteration_folder(one.iteration) / PARTIAL_FILE
+        with self._lock:
+            if self._sampled.path != path:
+                self._sampled = GrowingFile(path)
+            with contextlib.suppress(OSError):
+                self._sampled.new_lines()
+            return dataclasses.replace(one, count=min(self._sampled.count, of), of=of)
 
 
 class Runs:
@@ -216,7 +259,7 @@ class Runs:
 
 def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
     """Find run folders, without following links."""
-    if _is_run(folder):
+    if is_run(folder):
         yield folder
         return
     if not levels:
@@ -231,7 +274,8 @@ def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
             yield from _runs_below(folder / name, levels - 1)
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder holds a run that has begun."""
     return (folder / "metrics.jsonl").is_file() or (folder / "iterations").is_dir()
 
 
@@ -261,12 +305,12 @@ def _under_way(run: RunData, first: int) -> Iterator[UnderWay]:
         ends = {name: _stat(folder / "done" / f"{name}.json")[2] / 1e9 for name in PHASES}
         done = tuple(name for name in PHASES if ends[name])
         newest = PHASES.index(done[-1]) if done else 0
-        if done and newest + 1 < len(PHASES):
+        if number == 0:  # the starting model is only measured
+            phase = "validate" if "prepare" in done else "prepare"
+        elif done and newest + 1 < len(PHASES):
             phase = PHASES[newest + 1]
         elif done:
             phase = PHASES[-1]
-        elif number == 0:
-            phase = "validate"
         else:
             phase = "rollouts"
         since = max([*ends.values(), 0.0]) or begun
@@ -305,3 +349,13 @@ def readable(run: FollowedRun) -> RunData | TtrlError:
         return run.data()
     except TtrlError as error:
         return error
+
+
+def read_some(runs: Sequence[FollowedRun], seconds: float = 1.0) -> None:
+    """Read runs for the first time, for so many seconds: a page or a frame need not wait for all of
+    them.
+    """
+    until = time.monotonic() + seconds
+    for run in runs:
+        if not run.is_read and time.monotonic() < until:
+            readable(run)
