@@ -288,7 +288,7 @@ def test_help_names_the_commands_that_exist_and_no_other(
     named = set(re.findall(r"^    ([a-z]+)\s", text, re.MULTILINE))
     commands = (
         "train doctor report view plan config replay study eval models chat compare sweep serve "
-        "cache tasks proxy pack recipes quickstart push export ui"
+        "cache tasks proxy pack recipes quickstart push export ui new watch"
     )
     assert named == set(commands.split())
 
