@@ -120,7 +120,7 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
     """Draw predicted against measured changes, and the entropy, over optimizer steps."""
     steps = found["steps"]
     x = [one["global_step"] for one in steps]
-    figure = Figure(figsize=(7, 6), layout="constrained")
+    figure = Figure(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     above.axhline(0, color="grey", linewidth=0.6)
     above.errorbar(
@@ -142,7 +142,8 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
         ylabel="change of entropy\nby the step, nats",
         title="what each step does to the entropy,\nmeasured on answers that it was not made of",
     )
-    above.legend()
+    # Outside: within, it would cover error bars.
+    above.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     entropies = [(one["entropy"]["value"], one["entropy"]["error"]) for one in steps]
     below.errorbar(
         x, [value for value, _ in entropies], [error for _, error in entropies], fmt="o-"
