@@ -26,6 +26,7 @@ from ttrl.instruments import precision
 from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only, part_of
 from ttrl.instruments.linear_response import inner, moved
+from ttrl.instruments.precision_sweep import DtypeSweep, PrecisionSweep, SweepPoint, sweep_text
 from ttrl.instruments.study import study
 from ttrl.instruments.study_pictures import draw_noise, draw_tokens
 from ttrl.instruments.study_report import headline, known
@@ -535,6 +536,25 @@ def test_a_device_that_rounds_is_refused_float64():
     precision.prove_device(cpu)
     with pytest.raises(ConfigError, match="some kernel there rounds"):
         precision.prove_device(cpu, round_a_layer)
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        ((2.0, 4.0), "from 2 (below: rounding) to 4 learning rates (above: second order)"),
+        (
+            (1.0, 8.0),
+            "from 1 (the least in this sweep) to 8 learning rates (the most in this sweep)",
+        ),
+    ],
+)
+def test_an_end_at_the_edge_of_the_sweep_is_only_a_bound(ends, text):
+    points = [SweepPoint(eta=eta, measured=eta, off=0.0) for eta in (1.0, 2.0, 4.0, 8.0)]
+    low, high = ends
+    sweep = DtypeSweep(
+        dtype="fp32", device="cpu", points=points, precision_ends=low, linearity_ends=high
+    )
+    assert text in sweep_text(PrecisionSweep(slope=1.0, lr=1.0, sweeps=[sweep]))
 
 
 def test_precision_ends_later_in_wider_dtypes(run, tmp_path, capsys):

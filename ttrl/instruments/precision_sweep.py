@@ -38,7 +38,10 @@ class SweepPoint(Facts, omit_defaults=False):
 
 
 class DtypeSweep(Facts, omit_defaults=False):
-    """The sweep in one dtype, and both ends of the linear regime, in η; None without one."""
+    """The sweep in one dtype, and both ends of the linear regime, in η; None without one.
+
+    An end at the first or last η of the sweep is only a bound: the true one lies outside.
+    """
 
     dtype: Dtype
     device: str
@@ -47,6 +50,16 @@ class DtypeSweep(Facts, omit_defaults=False):
     """Below it, rounding."""
     linearity_ends: Number
     """Above it, the second order."""
+
+    @property
+    def precision_is_seen(self) -> bool:
+        """Tell whether the sweep goes below the end of precision."""
+        return self.precision_ends is not None and self.precision_ends > self.points[0].eta
+
+    @property
+    def linearity_is_seen(self) -> bool:
+        """Tell whether the sweep goes beyond the end of linearity."""
+        return self.linearity_ends is not None and self.linearity_ends < self.points[-1].eta
 
 
 class PrecisionSweep(Facts, omit_defaults=False):
@@ -142,10 +155,10 @@ def sweep_text(found: PrecisionSweep) -> str:
         if one.precision_ends is None or one.linearity_ends is None:
             where = "nowhere in this sweep"
         else:
-            low = one.precision_ends / found.lr
-            high = one.linearity_ends / found.lr
-            where = f"from {low:.3g} (below: rounding) to {high:.3g} learning rates (above: second "
-            where += "order)"
+            below = "below: rounding" if one.precision_is_seen else "the least in this sweep"
+            above = "above: second order" if one.linearity_is_seen else "the most in this sweep"
+            where = f"from {one.precision_ends / found.lr:.3g} ({below}) to "
+            where += f"{one.linearity_ends / found.lr:.3g} learning rates ({above})"
         device = {"cpu": "the CPU", "cuda": "a GPU"}[one.device]
         lines.append(f"  {one.dtype} on {device}: {where}")
     return "\n".join(lines)
@@ -165,26 +178,26 @@ def draw_precision(found: PrecisionSweep, path: Path) -> Path:
             ends = (one.precision_ends / found.lr, one.linearity_ends / found.lr)
             height = TOLERANCE * 1.5**number
             axes.plot(ends, [height, height], "|-", color=color, markersize=14, linewidth=0.8)
-            axes.annotate(
-                f"precision of {one.dtype} ends",
-                (ends[0], height),
-                textcoords="offset points",
-                xytext=(-4, 6),
-                ha="right",
-                fontsize=8,
-                color=color,
-            )
+            if one.precision_is_seen:
+                axes.annotate(
+                    f"precision of {one.dtype} ends",
+                    (ends[0], height),
+                    textcoords="offset points",
+                    xytext=(-4, 6),
+                    ha="right",
+                    fontsize=8,
+                    color=color,
+                )
     axes.axhline(TOLERANCE, color="grey", linewidth=0.6, linestyle="--")
-    widest = found.sweeps[-1].linearity_ends
-    if widest is not None:
-        axes.axvline(widest / found.lr, color="grey", linewidth=0.6)
+    widest = found.sweeps[-1]
+    if widest.linearity_ends is not None and widest.linearity_is_seen:
+        axes.axvline(widest.linearity_ends / found.lr, color="grey", linewidth=0.6)
         axes.annotate(
             "linearity ends",
-            (widest / found.lr, 1.0),
+            (widest.linearity_ends / found.lr, 1.0),
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
-            xytext=(-4, -12),
-            ha="right",
+            xytext=(4, -12),
             fontsize=8,
         )
     axes.set(

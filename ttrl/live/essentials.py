@@ -227,10 +227,10 @@ def _newest_sample(run: FollowedRun, data: RunData, state: State) -> SampleText 
         found = parsed(json.dumps(group["samples"][-1]).encode())
     except (ValueError, KeyError, IndexError, TypeError):
         found = None
-    numbers = [*(one.iteration for one in state.under_way), *data.iterations[-2:]]
-    for number_ in sorted(set(numbers), reverse=True):
+    iterations = {one.iteration for one in state.under_way} | set(data.iterations[-2:])
+    for iteration in sorted(iterations, reverse=True):
         for name in _SAMPLE_FILES:
-            path = data.iteration_folder(number_) / name
+            path = data.iteration_folder(iteration) / name
             if found is None and path.is_file():
                 found = _last_sample(path, stamp_of(path))
     if found is None:
