@@ -41,15 +41,19 @@ class Judge(Verdicts):
         if not self.scale[0] < self.scale[1]:
             raise UserError(f"the judge's scale is {self.scale}; give two numbers such as (0, 10)")
 
+    def prompt(self, choice: Choice) -> str:
+        """Return the judge's instructions for a choice, for example to train a judge on them."""
+        low, high = self.scale
+        before, reply = conversation_of(choice)
+        task = self.task or before
+        shown = [fenced(reply, "reply", reply)]
+        if task:
+            shown.insert(0, fenced(task, "task", reply))
+        return _PROMPT.format(rubric=self.rubric, shown="\n\n".join(shown), low=low, high=high)
+
     async def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (0 to 1, metrics). Raises GraderError."""
-        (low, high), (before, reply) = self.scale, conversation_of(choice)
-        shown = [
-            fenced(text, name, reply)
-            for text, name in ((self.task or before, "task"), (reply, "reply"))
-            if text or name == "reply"
-        ]
-        content = _PROMPT.format(rubric=self.rubric, shown="\n\n".join(shown), low=low, high=high)
+        low, high = self.scale
 
         def within(text: str) -> float | None:
             score = read_score(text)
@@ -57,7 +61,8 @@ class Judge(Verdicts):
                 return score
             return None
 
-        score, answers = await self.verdict(content, _FORM.format(low=low, high=high), within)
+        form = _FORM.format(low=low, high=high)
+        score, answers = await self.verdict(self.prompt(choice), form, within)
         return (score - low) / (high - low), self.costs(answers)
 
 
