@@ -199,14 +199,14 @@ def test_a_projection_adds_each_parameter_with_a_sign_to_one_sum():
         for place in range(torch.Size(shape).numel()):
             unit = {key: torch.zeros_like(value) for key, value in zero.items()}
             unit[name].view(-1)[place] = 1.0
-            columns.append(projection(unit))
+            columns.append(row_of(unit, projection))
     matrix = torch.stack(columns, dim=1)
     assert (matrix.abs().sum(dim=0) == 1).all() and (matrix.abs().max(dim=0).values == 1).all()
     # No two of a block meet: the first 16 of a tensor.
     assert len(set(matrix[:, :16].abs().argmax(dim=0).tolist())) == 16
     (vector,) = random_vectors(1)
     flat = torch.cat([value.flatten() for value in vector.values()])
-    torch.testing.assert_close(projection(vector), matrix.double() @ flat)
+    torch.testing.assert_close(row_of(vector, projection), matrix.double() @ flat)
 
 
 def test_a_projection_keeps_the_kernel_within_its_bound():
@@ -217,7 +217,7 @@ def test_a_projection_keeps_the_kernel_within_its_bound():
     found = []
     for seed in range(seeds):
         projection = Projection(one, size, seed)
-        found.append(float(projection(one) @ projection(other)))
+        found.append(float(row_of(one, projection) @ row_of(other, projection)))
     errors = torch.tensor(found).double() - exact
     bound = (dot(one, one) * dot(other, other) + exact**2) / size
     variance = float(errors.var())
@@ -233,8 +233,8 @@ def test_the_projections_error_is_a_share_of_its_bound():
     shares = []
     for seed in range(30):
         projection = Projection(total, 16, seed)
-        rows = torch.stack([projection(one) for one in vectors])
-        shares.append(projection_error(rows, projection(total), exact))
+        rows = torch.stack([row_of(one, projection) for one in vectors])
+        shares.append(projection_error(rows, row_of(total, projection), exact))
     assert 0.4 < sum(shares) / 30 < 1.05
 
 
@@ -245,7 +245,7 @@ def test_gradients_that_fit_are_held_whole():
     assert projection is not None and len(row_of(vector, projection)) == 2**16
     assert projection_of(vector, rows=2, most_whole=216) is None
     scale = {name: torch.rand(value.shape).double() for name, value in vector.items()}
-    whole = row_of(vector, None, {name: value.sqrt() for name, value in scale.items()})
+    whole = row_of(vector, None, scale)
     weighted = dot(vector, {name: value * scale[name] for name, value in vector.items()})
     assert float(whole @ whole) == pytest.approx(weighted)
 

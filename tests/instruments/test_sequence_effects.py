@@ -110,7 +110,7 @@ def test_the_kernel_is_that_of_explicit_gradients(standing, projected):
     order = sorted(range(len(forces)), key=lambda place: in_order.index(in_order[place]))
     most = 0 if projected else 10**8
     answers = module.Answers(
-        own, batch, lambda place: dict(forces[place]), found.names, most_whole=most
+        own, batch, lambda place: copies(forces[place]), found.names, most_whole=most
     )
     slope = batch.gradient({name: p.detach().clone() for name, p in found.names.items()})
     kinds = {"sgd": None, "adamw": pushed.preconditioner}
@@ -156,6 +156,10 @@ def test_the_kernel_is_that_of_explicit_gradients(standing, projected):
     assert split.same_prompt == pytest.approx(together, rel=1e-6)
     assert split.other_prompts == pytest.approx(float(pairs[~same].sum()), rel=1e-5)
     assert split.prompts == len(set(tasks)) > 2
+
+
+def copies(vector):
+    return {name: tensor.clone() for name, tensor in vector.items()}
 
 
 def _scores(found, batch):

@@ -40,7 +40,7 @@ Shapes: N sequences, M forces, r sums of a projection, or all parameters.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +54,12 @@ Adapters of a small rank fit for some hundred sequences."""
 
 
 class Projection:
-    """Sketch vectors over named parameters: `projection(vector)` is [r]."""
+    """Sketch vectors over named parameters: `projection(vector.items())` is [r]."""
 
     def __init__(self, parameters: Mapping[str, Tensor], size: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.size = size
+        self._device = next(iter(parameters.values())).device
         self._signs: dict[str, Tensor] = {}
         self._offsets: dict[str, list[int]] = {}
         for name, parameter in parameters.items():
@@ -68,10 +69,10 @@ class Projection:
             blocks = math.ceil(count / size)
             self._offsets[name] = torch.randint(size, (blocks,), generator=generator).tolist()
 
-    def __call__(self, vector: Mapping[str, Tensor]) -> Tensor:
-        first = next(iter(vector.values()))
-        sums = torch.zeros(self.size, dtype=torch.float64, device=first.device)
-        for name, value in vector.items():
+    def __call__(self, vector: Iterable[tuple[str, Tensor]]) -> Tensor:
+        """Return the sums [r]. vector: its tensors by name, one at a time."""
+        sums = torch.zeros(self.size, dtype=torch.float64, device=self._device)
+        for name, value in vector:
             signed = value.flatten() * self._signs[name]
             for block, offset in zip(signed.split(self.size), self._offsets[name], strict=True):
                 # The block lies on a circle of r sums, from its offset on.
@@ -91,18 +92,25 @@ def projection_of(
     return Projection(parameters, SUMS, seed)
 
 
+@torch.no_grad()
 def row_of(
     vector: Mapping[str, Tensor],
     projection: Projection | None = None,
-    roots: Mapping[str, Tensor] | None = None,
+    scale: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return √P·vector as a row [r], float64, projected or whole. roots: √P; None: 1."""
-    scaled = vector
-    if roots is not None:
-        scaled = {name: one * roots[name] for name, one in vector.items()}
+    """Return √P·vector as a row [r], float64, projected or whole. scale: P; None: 1. One tensor is
+    scaled at a time.
+    """
+    scaled = ((name, _scaled(one, name, scale)) for name, one in vector.items())
     if projection is not None:
         return projection(scaled)
-    return torch.cat([one.flatten().double() for one in scaled.values()])
+    return torch.cat([one.flatten().double() for _, one in scaled])
+
+
+def _scaled(one: Tensor, name: str, scale: Mapping[str, Tensor] | None) -> Tensor:
+    if scale is None:
+        return one
+    return one * scale[name].sqrt()
 
 
 @torch.no_grad()

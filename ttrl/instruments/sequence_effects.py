@@ -88,12 +88,8 @@ class _Rows:
     weights: list[float] = field(default_factory=list)
     """… their importance weights."""
 
-    def __post_init__(self) -> None:
-        scale = self.preconditioner or {}
-        self._roots = {name: one.sqrt() for name, one in scale.items()}
-
     def row(self, vector: Mapping[str, Tensor]) -> Tensor:
-        return row_of(vector, self.projection, self._roots or None)
+        return row_of(vector, self.projection, self.preconditioner)
 
 
 @dataclass(frozen=True)
@@ -131,8 +127,8 @@ class Answers:
     """Take gradients of single answers, at the parameters of the step's start.
 
     own: the update's answers as an entropy batch. batch: the entropy batch. force: the gradient of
-    an answer's part of the objective, -∇loss_j, by its place in `own`. parameters: those with a
-    gradient.
+    an answer's part of the objective, -∇loss_j, by its place in `own`, in new tensors each time
+    (they are scaled in place). parameters: those with a gradient.
     """
 
     own: EntropyBatch
@@ -169,12 +165,13 @@ class Answers:
                     one.update.append(one.row(gradient[0]))
                     one.logprobs.append(float(logprob.detach()))
                     one.weights.append(_weight(self.own, place, one.logprobs[-1]))
-                moved = {name: f * pushed.preconditioner[name] for name, f in force.items()}
-                on_entropy.append(dot(slope, moved))
+                for name, tensor in force.items():
+                    tensor *= pushed.preconditioner[name]
+                on_entropy.append(dot(slope, force))
                 tasks.append(self.own.samples[place].task_id)
-                own.append(dot(entropy, moved))
+                own.append(dot(entropy, force))
                 naive.append(dot(entropy, pushed.current))
-                _add(force_sum, moved)
+                _add(force_sum, force)
                 _add(slope_sum, entropy)
             prompts.append(dot(slope_sum, force_sum))
             for place in measured.get(self.own.samples[places[0]].task_id, []):
@@ -203,11 +200,6 @@ class Answers:
         exact: dict[str, list[float]] = {name: [] for name in kinds}
         logprobs = []
         weights = []
-        # Clipped as in the step: the forces themselves are not.
-        gradient = {
-            name: torch.where(p == 0, 0.0, pushed.current[name] / p)
-            for name, p in pushed.preconditioner.items()
-        }
         for place in range(count):
             _, logprob = self.batch.sequence(place)
             logprobs.append(float(logprob.detach()))
@@ -219,7 +211,7 @@ class Answers:
             for name, one in rows.items():
                 one.entropy.append(one.row(own))
                 if one.preconditioner is None:
-                    exact[name].append(dot(own, gradient))
+                    exact[name].append(_along_gradient(own, pushed))
                 else:
                     exact[name].append(moves["current"][-1])
         found = {
@@ -274,6 +266,16 @@ def _add(total: Vector, vector: Mapping[str, Tensor]) -> None:
             total[name] += value
         else:
             total[name] = value
+
+
+@torch.no_grad()
+def _along_gradient(vector: Vector, pushed: Pushed) -> float:
+    """Return the product with the step's gradient, clipped as in the step: forces are not."""
+    products = []
+    for name, scale in pushed.preconditioner.items():
+        gradient = torch.where(scale == 0, 0.0, pushed.current[name] / scale)
+        products.append(float((vector[name] * gradient).sum(dtype=torch.float64)))
+    return math.fsum(products)
 
 
 def _weight(batch: EntropyBatch, place: int, logprob: float) -> float:
