@@ -202,7 +202,7 @@ def test_seeds_share_a_colour_and_a_name(tmp_path: Path) -> None:
     assert drawn.count('class="name"') == 2
     assert drawn.count("<polyline") == 3
     table = results.tables(made)
-    assert "| [RL or SFT: RL](#rl-vs-sft) | exact, 40 |" in table
+    assert "| [RL or SFT: RL](#rl-or-sft) | exact, 40 |" in table
     assert "(seeds)" in table
 
 

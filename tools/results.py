@@ -12,6 +12,7 @@ make it again.
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import textwrap
@@ -205,7 +206,12 @@ def _labels(result: Mapping[str, Any]) -> dict[str, list[Any]]:
     return found
 
 
-def _row(name: str, result: Mapping[str, Any], label: str, curves: Sequence[Any]) -> str:
+def _anchor(title: str) -> str:
+    """Return the anchor of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def _row(result: Mapping[str, Any], label: str, curves: Sequence[Any]) -> str:
     """Return a row of the table; with several seeds, means without an interval."""
     ends = [curve["held_out"][place] for place in (0, -1) for curve in curves]
     before, after = ends[: len(curves)], ends[len(curves) :]
@@ -221,7 +227,7 @@ def _row(name: str, result: Mapping[str, Any], label: str, curves: Sequence[Any]
     spent = ", ".join(f"{curve['minutes']:g}" for curve in curves)
     commit = result["commit"].partition("+")[0][:8]
     tasks = f"{result['metric']}, {result['tasks']}"
-    link = f"[{what}](#{name.replace('_', '-')})"
+    link = f"[{what}](#{_anchor(result['title'])})"
     return f"| {link} | {tasks} | {' | '.join(shown)} | {iterations} | {spent} | {commit} |"
 
 
@@ -231,11 +237,11 @@ def tables(results: Mapping[str, Any]) -> str:
         "| result | measure, held-out tasks | before | after | iterations | minutes | commit |"
     ]
     lines.append("|---|---|---|---|---|---|---|")
-    for name, result in results.items():
+    for result in results.values():
         for label, curves in _labels(result).items():
-            lines.append(_row(name, result, label, curves))
+            lines.append(_row(result, label, curves))
     for name, result in results.items():
-        lines += ["", f"## {name.replace('_', ' ')}", ""]
+        lines += ["", f"## {result['title']}", ""]
         lines += ["```", *result["command"].splitlines(), "```", ""]
         lines += [textwrap.fill(" ".join(result["note"].split()), 100), ""]
         lines += [f"![{result['title']}]({FOLDER}/{name}.svg)"]

@@ -541,7 +541,15 @@ def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
     assert not world and not (tmp_path / "run").exists()
 
 
-def test_the_learning_rate_of_sft_is_the_best_of_three_by_held_out_loss(world, model, tmp_path):
+def test_a_best_learning_rate_at_the_edge_of_the_search_is_named():
+    assert equal_flops._edge(2e-5, [1e-5, 2e-5, 4e-5]) == equal_flops._edge(1e-5, [1e-5]) == ""
+    assert "largest of them; a larger" in equal_flops._edge(4e-5, [1e-5, 2e-5, 4e-5])
+    assert "smallest of them; a smaller" in equal_flops._edge(1e-5, [1e-5, 2e-5, 4e-5])
+
+
+def test_the_learning_rate_of_sft_is_the_best_of_three_by_held_out_loss(
+    world, model, tmp_path, capsys
+):
     """On as many FLOPs as the arm takes, and for no arm; a further arm takes it, too, and one with
     its own rate does not.
     """
@@ -558,6 +566,8 @@ def test_the_learning_rate_of_sft_is_the_best_of_three_by_held_out_loss(world, m
         assert folder.config()["training"]["lr"] == float(rate)
         folders[rate] = steps[-1].held_out_loss, sum(step.flops for step in steps)
     best = min(folders, key=lambda rate: folders[rate])
+    edge = {"8.3e-05": "the smallest of them", "0.00075": "the largest of them"}
+    assert (edge.get(best) or "lowest held-out loss") in capsys.readouterr().out
     names = ("SFT-0", "other-0", "own-0")
     settings = {name: RunFolder(whole / name).config()["training"] for name in names}
     assert [settings[name]["lr"] for name in names] == [float(best), float(best), 2e-3]

@@ -61,6 +61,17 @@ def made_start(
     )
 
 
+def _edge(best: float, rates: Sequence[float]) -> str:
+    """Return a remark if the best of several rates is the first or last of them."""
+    if len(rates) < 2 or min(rates) < best < max(rates):
+        return ""
+    if best == max(rates):
+        which, other = "largest", "larger"
+    else:
+        which, other = "smallest", "smaller"
+    return f". It is the {which} of them; a {other} one may be better still (--sft lr=…)"
+
+
 @dataclass(frozen=True)
 class EqualFlops:
     """Train supervised arms next to a run."""
@@ -134,6 +145,7 @@ class EqualFlops:
         Console().line(
             f"SFT: of the learning rates {', '.join(f'{rate:g}' for rate in rates)}, {best[1]:g} "
             f"has the lowest held-out loss, {best[0]:.4f}; their {whole}FLOP count for no arm"
+            + _edge(best[1], rates)
         )
         return best[1], table
 
