@@ -399,11 +399,7 @@ def test_an_experiment_of_the_report(
     if one.recipe in DATA:
         DATA[one.recipe](tmp_path)
         arguments += ["--data", str(tmp_path)]
-    if one.settings().get("cpu_offload"):
-        on_cpu = ["--set", "cpu_offload=false"]
-    else:
-        on_cpu = []
-    run(one.recipe, monkeypatch, "--check", *arguments, "--model", "tiny", *on_cpu)
+    run(one.recipe, monkeypatch, "--check", *arguments, "--model", "tiny")
     assert "held out; the settings are right" in capsys.readouterr().out
     run(one.recipe, monkeypatch, "--check", "--tiny", *arguments)
     assert capsys.readouterr().out.startswith("2 tasks")

@@ -541,6 +541,20 @@ def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
     assert not world and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("places", "last", "count", "chosen"),
+    [
+        (range(11), 10, 2, [5, 10]),
+        ([0, 3, 6, 9, 10], 10, 2, [6, 10]),
+        ([0, 8], 10, 5, [8, 10]),
+        ([0], 3, 4, [3]),
+        ([], 3, 4, [3]),
+    ],
+)
+def test_sft_is_asked_where_the_run_was_asked(places, last, count, chosen):
+    assert equal_flops.spread_places(places, last, count) == chosen
+
+
 def test_a_best_learning_rate_at_the_edge_of_the_search_is_named():
     assert equal_flops._edge(2e-5, [1e-5, 2e-5, 4e-5]) == equal_flops._edge(1e-5, [1e-5]) == ""
     assert "largest of them; a larger" in equal_flops._edge(4e-5, [1e-5, 2e-5, 4e-5])

@@ -196,4 +196,4 @@ def test_further_options_go_to_every_run(sweep, capsys):
     path = sweep(arms=ARMS, arguments=["--preset", "x"])
     assert cli.main(["sweep", str(path), "--list", "--data", "a b", "--overfit", "8"]) == 0
     for line in capsys.readouterr().out.splitlines():
-        assert "--seed 0 --preset x --data a b --overfit 8 --set tasks_per_iteration=" in line
+        assert "--seed 0 --preset x --data 'a b' --overfit 8 --set tasks_per_iteration=" in line

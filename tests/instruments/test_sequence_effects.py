@@ -11,7 +11,7 @@ from support.training_steps import ALONE
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
-from ttrl.instruments.fisher import dot
+from ttrl.instruments.fisher import dot, fit_of
 from ttrl.instruments.study import study
 
 
@@ -183,6 +183,10 @@ def test_the_parts_of_a_study_sum_to_its_first_order(run):
     assert one["naive"] == pytest.approx(one["own"] + one["same_prompt"] + one["other_prompts"])
     assert one["bias"] == pytest.approx(one["naive"] - one["unbiased"])
     moves = found["kernel"]["parts"]
+    # K·A is this step's part of the prediction, with the learning rate.
+    fit = fit_of(moves["current"], found["kernel"]["measured"])
+    assert found["kernel"]["kinds"]["adamw"]["fit"]["slope"] == pytest.approx(fit.slope, rel=1e-6)
+    assert 0.1 < fit.slope < 10
     for place, predicted in enumerate(found["kernel"]["predicted"]):
         assert predicted == pytest.approx(sum(part[place] for part in moves.values()))
 

@@ -118,7 +118,8 @@ def test_interrupted_it_goes_on_as_it_would_have(rare, tmp_path, after):
     assert [tasks_of(rare, number) for number in (1, 2, 3)] == whole
     assert len(rare.requests) == sum(map(len, whole)) - after
     assert rare.rows()[1]["tokens_per_second"] is None  # a process that is gone sampled a part
-    assert rare.rows()[2]["tokens_per_second"] > 0
+    assert rare.rows()[1].get("grading_seconds") is None
+    assert rare.rows()[2]["tokens_per_second"] > 0 and rare.rows()[2]["grading_seconds"] > 0
 
 
 # The rule alone

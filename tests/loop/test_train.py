@@ -76,7 +76,7 @@ def test_metrics_rows_say_what_happened(world):
         assert row["trained"] is True
         assert row["groups"]["total"] == 2
         assert {"sample", "pack", "train", "validate", "sync", "total"} <= row["seconds"].keys()
-        assert row["tokens_per_second"] > 0
+        assert row["tokens_per_second"] > 0 and row["grading_seconds"] > 0
         assert row["train"]["global_step"] == number
         assert row["sync"]["mode"] == "reload"
         assert 0 <= row["dead_seconds"] <= row["seconds"]["total"]
@@ -245,25 +245,26 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     assert captured.err == ""
     lines = captured.out.splitlines()
     assert (
-        lines[0].startswith("weight_sync: memory (") and len(lines) == 11 and "entropy" in lines[6]
+        lines[0].startswith("weight_sync: memory (") and len(lines) == 12 and "entropy" in lines[7]
     )
     assert lines[1].startswith(
         "tool calls: no parser, because its chat template shows the model no tools"
     )
-    assert lines[7].startswith("held-out reward: start ") and re.fullmatch(
-        r"advantages .* to .*; .* reward/s", lines[8]
+    assert lines[8].startswith("held-out reward: start ") and re.fullmatch(
+        r"advantages .* to .*; .* reward/s; graders .* s an iteration", lines[9]
     )
     folder = world.run / "iterations" / "0001" / "checkpoint"
-    assert lines[9:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
+    assert lines[10:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
     assert lines[2].startswith("starting vLLM and the trainer")
     planned = (
         r"plan: 1 iteration of about .* s, .* with the start; rough, may be wrong by a factor of "
         r"3 "
     )
-    assert re.fullmatch(planned + r"\(completions of [1-8] tokens are assumed\)", lines[3])
+    assert re.fullmatch(planned + r"\(completions of [1-8] tokens are assumed\)", lines[4])
+    assert lines[3].startswith("an iteration: ")
     # Nothing is known of an iteration yet.
-    assert lines[4].startswith("before") and " left" not in lines[4]
-    assert lines[5].startswith(
+    assert lines[5].startswith("before") and " left" not in lines[5]
+    assert lines[6].startswith(
         "iteration   1  reward 0.250, right 0.250  held-out reward 1.000 (95%: 0.342 to 1.000; "
         "greedy, 2 tasks)  "
     )

@@ -944,6 +944,11 @@ def test_the_time_is_said_with_what_it_rests_on(big, world):
         r"3\d\d tokens are assumed\)",
         made.time_line(),
     )
+    assert re.fullmatch(
+        r"an iteration: \d+ tasks, [\d,]+ samples, about [\d.]+ [kM]?tokens, \d+ rows? of [\d,]+, "
+        r"\d+ optimizer steps?, [\d.]+ [TP]FLOP",
+        made.work_line(),
+    ), made.work_line()
     assert made.time_line(may_end_early=True).startswith("plan: up to 10 iterations of about ")
     assert (
         made.does_not_fit is not None and plan(world.config(), world.tasks(3)).does_not_fit is None

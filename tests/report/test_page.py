@@ -24,7 +24,9 @@ from ttrl.records import Sample, TaskResult, TokenizedResult
 from ttrl.report import charts
 from ttrl.report.conversations import shown_messages, template
 from ttrl.report.page import leave_report, write_report
+from ttrl.report.samples import before_and_after
 from ttrl.run_folder import reader
+from ttrl.system.files import write_jsonl
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "!doctype"}
 
@@ -406,6 +408,22 @@ def test_a_page_that_cannot_be_made_ends_no_run(
     (folder / "report.html").mkdir()
     with pytest.raises(StorageError):
         leave_report(folder, [])
+
+
+def test_a_sample_stands_beside_the_one_of_its_number(tmp_path: Path) -> None:
+    """A task with several held-out samples: each has its own partner, and a new one has none."""
+    question = [{"role": "user", "content": "?"}]
+    files = []
+    for name, numbers in (("before", range(3)), ("after", (2, 0))):
+        rows = [
+            Sample(task_id=task, sample=n, messages=question, text=f"{name} {task}{n}").to_json()
+            for task in ("ä", "b")
+            for n in numbers
+        ]
+        files.append(tmp_path / f"{name}.jsonl")
+        write_jsonl(files[-1], rows)
+    pairs = [(one.text, other.text) for one, other in before_and_after(*files, most=6)]
+    assert pairs == [(f"before {one}", f"after {one}") for one in ("ä0", "ä2", "b0", "b2")]
 
 
 def test_conversations_are_shown_unselected_to_be_paged_through(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -183,7 +184,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     commands = sweep.commands()
     runs = Path(sweep.runs)
     if arguments.list:
-        print("\n".join(" ".join(command) for command in commands.values()))
+        print("\n".join(map(shlex.join, commands.values())))
         return 0
     finished = _finished(runs / _STATE_FILE)
     unfinished = {

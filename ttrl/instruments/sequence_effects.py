@@ -326,7 +326,7 @@ def kernel_facts(kernels: Kernels, effects: Effects, changes: Tensor, eta: float
             "same_prompt_cosine": _mean(update[same & others]),
             "other_prompts_cosine": _mean(update[~same]),
             "entropy_cosine": _mean(kernel.cosines[:count, count:]),
-            "fit": vars(fit_of(kernel.moves.tolist(), measured.tolist())),
+            "fit": vars(fit_of((eta * kernel.moves).tolist(), measured.tolist())),
             "score_form": kernel.score_form,
             "score_split": kernel.score_split.to_json(),
         }

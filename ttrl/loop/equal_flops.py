@@ -61,6 +61,17 @@ def made_start(
     )
 
 
+def spread_places(places: Sequence[int], last: int, count: int) -> list[int]:
+    """Return about `count` of the places, at even distances up to the last, which is always one of
+    them; never 0.
+    """
+    if not places:
+        return [last]
+    ends = (last * number / count for number in range(1, count + 1))
+    nearest = {min(places, key=lambda place: abs(place - end)) for end in ends}
+    return sorted(nearest - {0} | {last})
+
+
 def _edge(best: float, rates: Sequence[float]) -> str:
     """Return a remark if the best of several rates is the first or last of them."""
     if len(rates) < 2 or min(rates) < best < max(rates):
@@ -88,10 +99,14 @@ class EqualFlops:
     """Whether some examples are held out for `search`; no arm is trained on them then."""
 
     def train(self, sft: Supervised, run: Path, points: int) -> Path:
-        """Train an arm, and ask the held-out tasks at so many points; return the checkpoint."""
+        """Train an arm, and ask the held-out tasks at so many points, where the run asked them
+        too, and at the end; return the checkpoint.
+        """
         flops = self._flops
-        last = len(flops) - 1
-        chosen = sorted({round(last * point / points) for point in range(1, points + 1)} - {0})
+        run_data = read_run(self.rl)
+        there = set(run_data.numbers_with("validation.jsonl"))
+        asked = [place for place, number in enumerate(run_data.iterations) if number in there]
+        chosen = spread_places(asked, len(flops) - 1, points)
         fitted = self._fitted(sft, run)
         return supervised_run(
             run,

@@ -155,6 +155,7 @@ class Phases:
             self.tokenizer(),
         )
         if plan is not None:
+            self.console.line(plan.work_line())
             self.console.line(plan.time_line(may_end_early=self.config.stop_at is not None))
             if plan.does_not_fit is not None:
                 self.console.line(f"note: {plan.does_not_fit}")

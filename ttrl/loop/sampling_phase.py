@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ from ttrl.system.console import Console, clock
 from ttrl.system.coroutines import run_async
 from ttrl.system.files import append_jsonl, json_line
 from ttrl.tasks.task import Task
+from ttrl.text import present
 from ttrl.weights.policy_server import MAX_DOWNTIME, PolicyServer
 
 logger = logging.getLogger(__name__)
@@ -159,6 +161,7 @@ class Sampler:
         waiting = dict(enumerate(carried))
         missing = {place: task for place, task in enumerate(tasks) if place not in done}
         began = clock()
+        grading = [] if known is None else [known.stats.grading_seconds]
         left = None
         if budget is not None:
             usage = (usage_of(group, earlier.get(place, 0)) for place, group in done.items())
@@ -182,6 +185,7 @@ class Sampler:
             if any(sample.finish_reason is None for sample in fresh.samples):
                 self._server.check()  # names the cause, if the server is gone
             done.update(zip(missing, fresh, strict=True))
+            grading.append(fresh.stats.grading_seconds)
             if not all(map(is_open, done.values())):
                 break
             waiting = dict(done)
@@ -189,14 +193,21 @@ class Sampler:
             left = budget
         seconds: float | None = clock() - began
         if kept:
-            # An earlier process spent the time for these tokens.
+            # An earlier process spent the time for these tokens, and for their grades.
             seconds = None
+            grading = [None]
         if known is not None:
             before = known.stats.seconds
             seconds = None if seconds is None or before is None else before + seconds
         groups = [done[place] for place in range(len(tasks))]
         of_groups = [usage_of(group, earlier.get(n, 0)) for n, group in enumerate(groups)]
-        results = TaskResults(groups, seconds=seconds, usage=of_groups)
+        graded = present(grading)
+        results = TaskResults(
+            groups,
+            seconds=seconds,
+            grading_seconds=math.fsum(graded) if len(graded) == len(grading) else None,
+            usage=of_groups,
+        )
         results.raise_if_all_failed()
         return results
 

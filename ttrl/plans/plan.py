@@ -91,6 +91,18 @@ class Plan:
             f"the start{rough}"
         )
 
+    def work_line(self) -> str:
+        """Return what one iteration consists of, in a line."""
+        work = self.work
+        rows = counted(work.rows, "row") + f" of {work.seq_len:,}"
+        steps = counted(work.optimizer_steps, "optimizer step")
+        flops = self.flops.training + self.flops.prepass + self.flops.sampling
+        return (
+            f"an iteration: {work.tasks} tasks, {work.samples:,} samples, about "
+            f"{si_spaced(work.completion_tokens)}tokens, {rows}, {steps}, "
+            f"{si_spaced(flops)}FLOP"
+        )
+
     @property
     def does_not_fit(self) -> str | None:
         """Return the warning about too little memory; None if it fits."""

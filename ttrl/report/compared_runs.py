@@ -3,8 +3,8 @@
 Runs with the same settings, except for the seed, form one arm. The comparison point is the end of
 the shortest run in iterations, FLOPs, tokens or seconds. Each run enters with its newest validation
 up to there. The other arms are compared with the first, task by task. A caller may also name the
-arms (`recipes/rl_vs_sft.py`). They are then compared seed by seed, at the end of each seed's
-shortest run, within 1%.
+arms (`recipes/rl_vs_sft.py`). They are then compared seed by seed, each with its validation nearest
+to the end of the seed's shortest run: arms of whole steps end a little above or below each other.
 
 The interval of a difference holds for other tasks of the kind. If both arms have two seeds or more,
 it also holds for other seeds (`ttrl.intervals.difference_over_seeds`). With one seed, two runs of
@@ -15,7 +15,7 @@ import itertools
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -45,8 +45,6 @@ _OURS = frozenset({"run", "seed", "cache", "loggers", "mirror", "sample_files", 
 """Settings without effect on the arm."""
 _FEW_TASKS = 30
 """Below this number of held-out tasks, a comparison states the weight of one task."""
-_TOLERANCE = 0.01
-"""Allowed excess cost of a named arm's run over the other arms' runs of its seed."""
 
 SEARCHED = "The search for the learning rate of supervised training; its FLOPs count for no arm"
 
@@ -185,7 +183,7 @@ class RunComparison:
                 "held-out tasks"
             )
         return (
-            f"compared seed by seed at {where} or more, the furthest point of all arms, at most "
+            f"compared seed by seed at about {where}, the furthest point of all arms, at most "
             f"{100 * self.apart:.2f}% apart, on {self.num_tasks} shared held-out tasks"
         )
 
@@ -328,7 +326,7 @@ def compare_runs(
         )
     limits = present(reach)
     if arms is None:
-        points = [_point(run, by, min(limits), name) for run in runs]
+        points = [_point(run, by, min(limits), name, _newest) for run in runs]
         seeds = [0] * len(runs)
     else:
         seeds = [list(arms[:place]).count(arm) for place, arm in enumerate(arms)]
@@ -337,8 +335,7 @@ def compare_runs(
             for seed in seeds
         ]
         points = [
-            _point(run, by, limit * (1 + _TOLERANCE), name)
-            for run, limit in zip(runs, limits, strict=True)
+            _point(run, by, limit, name, _nearest) for run, limit in zip(runs, limits, strict=True)
         ]
     shared = set.intersection(*(set(point.scores) for point in points))
     if not shared:
@@ -432,18 +429,35 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
     return notes
 
 
-def _point(run: RunData, by: By, reached: float, name: str) -> Point:
+def _newest(costs: Mapping[int, float], reached: float) -> int | None:
+    """Return the last place that costs at most `reached`."""
+    return max((place for place, cost in costs.items() if cost <= reached), default=None)
+
+
+def _nearest(costs: Mapping[int, float], reached: float) -> int | None:
+    """Return the place with a cost nearest to `reached`; of two, the later."""
+    return min(costs, key=lambda place: (abs(costs[place] - reached), -place), default=None)
+
+
+def _point(
+    run: RunData,
+    by: By,
+    reached: float,
+    name: str,
+    choose: Callable[[Mapping[int, float], float], int | None],
+) -> Point:
+    """Return the run at its validation chosen by the costs."""
     known_spent = spent(run)
     iterations = run.iterations
     there = set(run.numbers_with("validation.jsonl"))
-    known = [
-        k
-        for k, x in enumerate(known_spent[by])
-        if x is not None and x <= reached and iterations[k] in there
-    ]
-    if not known:
+    costs = {
+        place: cost
+        for place, cost in enumerate(known_spent[by])
+        if cost is not None and iterations[place] in there
+    }
+    place = choose(costs, reached)
+    if place is None:
         raise UserError(f"{run.folder}: no validation up to {compact(reached)} {UNITS[by]}")
-    place = known[-1]
     scores: Scores = defaultdict(list)
     iteration = iterations[place]
     for row in read_jsonl(run.iteration_folder(iteration) / "validation.jsonl"):

@@ -251,17 +251,19 @@ def some_samples(path: Path, most: int, stamp: tuple[int, int]) -> list[Sample]:
 
 
 def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample, Sample]]:
-    """Return samples of the same tasks from two validation files."""
+    """Return samples of the same tasks and numbers from two validation files."""
     lines = sample_lines(after)
     pairs = []
     for sample in some_samples(before, most, stamp_of(before)):
-        mark = b'"task_id": ' + json.dumps(sample.task_id, ensure_ascii=False).encode(
-            "utf-8", "surrogatepass"
+        name = json.dumps(sample.task_id, ensure_ascii=False)
+        marks = (
+            b'"task_id": ' + name.encode("utf-8", "surrogatepass"),
+            b'"task_id": ' + json.dumps(sample.task_id).encode(),
         )
-        escaped = b'"task_id": ' + json.dumps(sample.task_id).encode()
-        line = next((line for line in lines if mark in line[:2000] or escaped in line[:2000]), None)
-        later = None if line is None else parsed(line)
-        if later is not None and later.task_id == sample.task_id:
+        found = (parsed(line) for line in lines if any(mark in line[:2000] for mark in marks))
+        wanted = (sample.task_id, sample.sample)
+        later = next((one for one in present(found) if (one.task_id, one.sample) == wanted), None)
+        if later is not None:
             pairs.append((sample, later))
     return pairs
 
