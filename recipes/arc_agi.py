@@ -29,6 +29,6 @@ if __name__ == "__main__":
     options = {"path": arguments.data, "partial_credit": 0.2, "max_cells": 1200}
     augment = ("rotations", "reflections", "colours")
     with mistakes_together(arguments, config):
-        tasks = get_arc_agi_tasks("train", seed=arguments.seed, augment=augment, **options)
+        tasks = get_arc_agi_tasks("train", seed=arguments.task_seed, augment=augment, **options)
         held_out = get_arc_agi_tasks("validation", **options)
     print(run_recipe(arguments, config, tasks, held_out, "puzzles solved"))

@@ -87,7 +87,7 @@ if __name__ == "__main__":
     with mistakes_together(arguments, config):
         tasks = get_chess_tasks(
             "train",
-            seed=arguments.seed,
+            seed=arguments.task_seed,
             path=arguments.data,
             style=style,
             legal_reward=legal_reward,
@@ -98,7 +98,7 @@ if __name__ == "__main__":
     if not (arguments.check or arguments.tiny):
         if not arguments.model:
             which = {"path": arguments.data, "style": style, "positions": arguments.overfit}
-            examples = legal_move_examples(STEPS * BATCH, arguments.seed, **which)
+            examples = legal_move_examples(STEPS * BATCH, arguments.task_seed, **which)
             model = supervised_start(
                 model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256
             )

@@ -26,6 +26,6 @@ if __name__ == "__main__":
         training={"lr": 1e-6, "updates_per_iteration": 1},
         validation_metric="exact",
     )
-    tasks = get_countdown_tasks("train", n=8192, seed=arguments.seed, valid_reward=0.1)
+    tasks = get_countdown_tasks("train", n=8192, seed=arguments.task_seed, valid_reward=0.1)
     held_out = get_countdown_tasks("validation", n=200)
     print(run_recipe(arguments, config, tasks, held_out, "puzzles solved"))

@@ -44,7 +44,7 @@ if __name__ == "__main__":
         task
         for name in names
         for task in TaskSpec.parse(f"{name}@train").tasks(
-            max(1, arguments.n // len(names)), arguments.seed
+            max(1, arguments.n // len(names)), arguments.task_seed
         )
     ]
     held_out = [

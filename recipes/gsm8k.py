@@ -72,7 +72,7 @@ if __name__ == "__main__":
     asked = {"style": "plain", "few_shot": 3} if arguments.preset == "small" else {"style": "r1"}
     with mistakes_together(arguments, config):
         tasks = get_gsm8k_tasks(
-            "train", seed=arguments.seed, path=arguments.data, format_reward=0.1, **asked
+            "train", seed=arguments.task_seed, path=arguments.data, format_reward=0.1, **asked
         )
         held_out = get_gsm8k_tasks("validation", n=200, path=arguments.data, **asked)
     if arguments.preset == "entropy-study":

@@ -66,7 +66,7 @@ if __name__ == "__main__":
         run_recipe(
             arguments,
             config,
-            tasks("train", 1024, arguments.seed),
+            tasks("train", 1024, arguments.task_seed),
             held_out,
             "sentences written exactly",
         )

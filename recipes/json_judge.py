@@ -160,7 +160,7 @@ if __name__ == "__main__":
         training={"lr": 2e-5, "updates_per_iteration": 2, "drift_rows": "first_update"},
         validation_metric="grader/exact",
     )
-    tasks = get_structured_output_tasks("train", n=1024, seed=arguments.seed)
+    tasks = get_structured_output_tasks("train", n=1024, seed=arguments.task_seed)
     held_out = get_structured_output_tasks("validation", n=64)
     what = "sentences written exactly"
     # Settings are checked first: the judge takes minutes.

@@ -75,7 +75,7 @@ if __name__ == "__main__":
         **sizes,
     )
     tasks = get_letter_counting_tasks(
-        "train", n=4096, seed=arguments.seed, max_length=LONGEST, partial_credit=partial_credit
+        "train", n=4096, seed=arguments.task_seed, max_length=LONGEST, partial_credit=partial_credit
     )
     held_out = get_letter_counting_tasks("validation", n=questions, max_length=LONGEST)
     print(run_recipe(arguments, config, tasks, held_out, "words counted right"))

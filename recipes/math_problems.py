@@ -35,6 +35,6 @@ if __name__ == "__main__":
         validation_metric="exact",
     )
     with mistakes_together(arguments, config):
-        tasks = get_math_tasks("train", seed=arguments.seed, path=arguments.data)
+        tasks = get_math_tasks("train", seed=arguments.task_seed, path=arguments.data)
         held_out = get_math_tasks("validation", path=arguments.data)[:200]
     print(run_recipe(arguments, config, tasks, held_out, "problems solved"))

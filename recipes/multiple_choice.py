@@ -29,6 +29,8 @@ if __name__ == "__main__":
         training={"lr": 1e-6, "updates_per_iteration": 1},
     )
     with mistakes_together(arguments, config):
-        tasks = get_arc_tasks("train", seed=arguments.seed, path=arguments.data, style="reasoning")
+        tasks = get_arc_tasks(
+            "train", seed=arguments.task_seed, path=arguments.data, style="reasoning"
+        )
         held_out = get_arc_tasks("validation", path=arguments.data, style="reasoning")[:200]
     print(run_recipe(arguments, config, tasks, held_out, "questions right"))

@@ -36,7 +36,7 @@ if __name__ == "__main__":
     )
     with mistakes_together(arguments, config):
         tasks = get_nyt_connections_tasks(
-            "train", seed=arguments.seed, path=arguments.data, liberal=True
+            "train", seed=arguments.task_seed, path=arguments.data, liberal=True
         )
         held_out = get_nyt_connections_tasks("validation", path=arguments.data, liberal=True)
     print(run_recipe(arguments, config, tasks, held_out, "puzzles solved"))

@@ -56,7 +56,7 @@ if __name__ == "__main__":
         return [
             task
             for one in families
-            for task in get_reasoning_gym_tasks(one, split, share, arguments.seed, level=level)
+            for task in get_reasoning_gym_tasks(one, split, share, arguments.task_seed, level=level)
         ]
 
     tasks = in_levels(*(puzzles("train", 4096, level) for level in levels))

@@ -40,6 +40,6 @@ if __name__ == "__main__":
         validation_metric="exact",
         stop_at=0.92,
     )
-    tasks = get_sort_letters_tasks("train", n=4096, seed=arguments.seed, length_exponent=2)
+    tasks = get_sort_letters_tasks("train", n=4096, seed=arguments.task_seed, length_exponent=2)
     held_out = get_sort_letters_tasks("validation", n=256)
     print(run_recipe(arguments, config, tasks, held_out, "words sorted exactly"))

@@ -24,6 +24,6 @@ if __name__ == "__main__":
         training={"lr": 2e-6, "updates_per_iteration": 1},
         validation_metric="exact",
     )
-    tasks = get_spelling_tasks("train", n=4096, seed=arguments.seed, partial_credit=0.5)
+    tasks = get_spelling_tasks("train", n=4096, seed=arguments.task_seed, partial_credit=0.5)
     held_out = get_spelling_tasks("validation", n=200)
     print(run_recipe(arguments, config, tasks, held_out, "words spelled"))

@@ -27,6 +27,6 @@ if __name__ == "__main__":
         validation_metric="exact",
         stop_at=0.9,
     )
-    tasks = get_structured_output_tasks("train", n=1024, seed=arguments.seed)
+    tasks = get_structured_output_tasks("train", n=1024, seed=arguments.task_seed)
     held_out = get_structured_output_tasks("validation", n=32)
     print(run_recipe(arguments, config, tasks, held_out, "sentences written exactly"))

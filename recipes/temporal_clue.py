@@ -38,6 +38,6 @@ if __name__ == "__main__":
         validation_metric="accuracy",
     )
     with mistakes_together(arguments, config):
-        tasks = get_temporal_clue_tasks("train", None, arguments.seed, path=arguments.data)
+        tasks = get_temporal_clue_tasks("train", None, arguments.task_seed, path=arguments.data)
         held_out = get_temporal_clue_tasks("validation", None, path=arguments.data)
     print(run_recipe(arguments, config, tasks, held_out, "answers right"))

@@ -34,7 +34,7 @@ if __name__ == "__main__":
     )
     few = arguments.tiny or arguments.check
     tasks = get_zebra_grid_tasks(
-        "train", 4 if arguments.tiny else 256 if arguments.check else 2000, arguments.seed
+        "train", 4 if arguments.tiny else 256 if arguments.check else 2000, arguments.task_seed
     )
     held_out = get_zebra_grid_tasks("validation", 2 if few else 100)
     print(run_recipe(arguments, config, tasks, held_out, "grids solved"))

@@ -435,6 +435,23 @@ def test_an_experiment_of_another_recipe_is_refused(
     assert "042" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("overfit", "same"), [(["--overfit", "4"], True), ([], False)])
+def test_seeds_overfit_the_same_tasks(
+    overfit: list[str],
+    same: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    looked_at: Checked,
+) -> None:
+    """Else a sweep over seeds has no task to compare them on."""
+    for seed in ("0", "1"):
+        arguments = ["--check", "--model", "tiny", "--run", str(tmp_path / seed), "--seed", seed]
+        run("structured_output", monkeypatch, *arguments, *overfit)
+    first, second = ([task.id for task in tasks[:4]] for _, tasks in looked_at)
+    assert (first == second) == same
+    assert [config.seed for config, _ in looked_at] == [0, 1]
+
+
 def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -79,6 +79,8 @@ def script_arguments(
     Raises ConfigError if --set contradicts another option.
 
     `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
+    `task_seed` is for the training tasks: the seed, or with `overfit` 0, so that all seeds train on
+    the same ones.
 
         arguments = script_arguments("Sums.", run="runs/sums", iterations=20, model="smollm2-135m")
         print(arguments.run, arguments.model, arguments.iterations)
@@ -159,6 +161,8 @@ def script_arguments(
     _take_overfit(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
     implied = _take_preset(arguments, parser, chosen)
+    # Seeds of a sweep are compared on their training tasks, so these must be the same.
+    arguments.task_seed = arguments.seed if arguments.overfit is None else 0
     implied += [
         _written(name, value) for name, value in _overfit_settings(arguments.overfit).items()
     ]
