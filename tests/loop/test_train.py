@@ -251,7 +251,7 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
         "tool calls: no parser, because its chat template shows the model no tools"
     )
     assert lines[8].startswith("held-out reward: start ") and re.fullmatch(
-        r"advantages .* to .*; .* reward/s; graders .* s an iteration", lines[9]
+        r"advantages .* to .*; .* reward/s; graders .* s an iteration, .*", lines[9]
     )
     folder = world.run / "iterations" / "0001" / "checkpoint"
     assert lines[10:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]

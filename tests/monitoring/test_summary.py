@@ -56,7 +56,7 @@ def test_means_ranges_and_reward_per_second():
     *_, last = summary_lines(rows, {"validation_metric": "exact"})
     assert last == (
         "advantages -2 to 2; KL 0.01, its share 25%, gradient norm 1.5, β 0.0025 (means); 4 "
-        "reward/s; graders 0.25 s an iteration"
+        "reward/s; graders 0.25 s an iteration, summed over samples"
     )
     assert summary_lines(rows, {"validation_metric": "exact"})[0].startswith(
         "held-out exact: start 0.2 (0)"

@@ -3,7 +3,7 @@
     held-out exact: start 0.5 (0), end 0.9 (20), best 0.91 (18), worst 0.48 (2); up 14, down 5, flat
     1; last 10: 0.88 … training reward: …
     advantages -2 to 2; KL 0.011, its share 8.2%, gradient norm 5.1, β 0.005 (means); 61.2 reward/s;
-    graders 0.3 s an iteration
+    graders 0.3 s an iteration, summed over samples
 
 Steps up and down compare neighbouring values. These are noisy; the means of the last ten and
 twenty, with their slopes (least squares), say more.
@@ -119,7 +119,9 @@ def summary_lines(
     seconds = sum(row.seconds.total or 0.0 for row in rows)
     parts += [f"{compact(earned / seconds)} reward/s"] if seconds and earned else []
     graded = values(lambda row: row.grading_seconds)
-    parts += [f"graders {compact(statistics.fmean(graded))} s an iteration"] if graded else []
+    if graded:
+        mean = compact(statistics.fmean(graded))
+        parts.append(f"graders {mean} s an iteration, summed over samples")
     return lines + (["; ".join(parts)] if lines and parts else [])
 
 
