@@ -100,12 +100,12 @@ def mark_task(prompt: str, answer: str, name: str) -> Task:
 
 def make_judge(arguments: argparse.Namespace) -> str:
     """Train the judge, once; return its folder."""
-    tasks = get_structured_output_tasks("train", n=480, seed=arguments.seed + 1)
+    tasks = get_structured_output_tasks("train", n=800, seed=arguments.seed + 1)
     examples = [
         {"messages": [*question(prompt), {"role": "assistant", "content": answer}]}
         for prompt, answer, _ in marked(tasks, arguments.seed)
     ]
-    steps = 60
+    steps = 100
     model = ready_model(arguments.model) or arguments.model
     if arguments.tiny:
         steps = 1
@@ -117,7 +117,7 @@ def make_judge(arguments: argparse.Namespace) -> str:
         batch_size=8,
         seed=arguments.seed,
         seq_len=CONTEXT,
-        lr=5e-5,
+        lr=2e-4,
         rows_per_microbatch=2,
         model=model,
     )

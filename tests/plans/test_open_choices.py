@@ -17,9 +17,9 @@ from ttrl.costs.memory import Workload, left_parked, training_memory
 from ttrl.costs.server import beyond_budget, left_asleep, server_memory, token_cache_bytes
 from ttrl.errors import ConfigError
 from ttrl.loop.train import Parts, _chosen
-from ttrl.plans.memory_plan import host_needs, serving_of, shares_memory
+from ttrl.plans.memory_plan import cpu_needs, host_needs, serving_of, shares_memory
 from ttrl.plans.open_choices import IGNORE_VARIABLE, choose, refuse
-from ttrl.plans.open_settings import CHOSEN, as_begun, value_of
+from ttrl.plans.open_settings import CHOSEN, CHOSEN_ON_CPU, FULL_ON_CPU, as_begun, value_of
 from ttrl.plans.plan_machine import gpu_named
 from ttrl.system.console import Console
 
@@ -140,7 +140,9 @@ def test_the_plan_agrees(tmp_path):
     [refusal] = [line for line in small.warnings if line.startswith("does not fit")]
     assert refusal.startswith("does not fit: the trainer needs") and "what would fit" in refusal
     assert "but even so it does not fit" in str(small) and "even so" not in str(made)
-    assert not plan(dataclasses.replace(config, device="cpu")).chosen
+    on_cpu = plan(dataclasses.replace(config, device="cpu"))
+    assert list(on_cpu.chosen) == [*CHOSEN_ON_CPU]
+    assert "Chosen for this machine's memory, but even so it does not fit" in str(on_cpu)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +256,48 @@ def test_nothing_is_chosen_on_a_cpu(settings):
         "keep",
     )
     assert "split" in (choose({}, config_of(placement="split"), []).problem or "")
+
+
+@pytest.mark.parametrize(
+    ("size", "chosen"),
+    [
+        (64, {}),
+        (32, {"rows_per_microbatch": 2}),
+        (20, {"rows_per_microbatch": 1}),
+        (12, {"rows_per_microbatch": 1, "activation_checkpointing": True}),
+    ],
+)
+def test_a_small_machine_trains_fewer_rows_at_once(size, chosen):
+    """The first task of README: rows of 4,096 positions, four at once by default."""
+    smollm2 = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536}
+    smollm2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+    model = MODELS["qwen2.5_0.5b"] | smollm2
+    config = config_of(seq_len=4096, max_tokens=64)
+    made = choose(model, config, [], host=size * GB)
+    assert made.problem is None
+    assert {name.partition(".")[2] for name in made.reasons} == set(chosen)
+    assert made.config.recipe_settings == {**config.recipe_settings, **chosen}
+    given = config_of(seq_len=4096, max_tokens=64, training={"rows_per_microbatch": 4})
+    kept = choose(model, given, [], host=size * GB).config.recipe_settings
+    assert kept["rows_per_microbatch"] == 4
+    assert choose(model, config, [], host=None).reasons == {}
+
+
+def test_a_run_on_a_small_machine_keeps_its_choice(tiny_model, capsys):
+    config = dataclasses.replace(config_of(seq_len=512, max_tokens=64), model=str(tiny_model))
+    needed = sum(cpu_needs(json.loads((tiny_model / "config.json").read_text()), config))
+    small = Parts(gpus=list, host=lambda: needed / FULL_ON_CPU - 1)
+    large = Parts(gpus=list, host=lambda: needed / FULL_ON_CPU + 1)
+    chosen = _chosen(config, {}, Console(), small)
+    assert chosen.recipe_settings["rows_per_microbatch"] == 2
+    assert "of memory (`ttrl plan` says why): rows_per_microbatch 2" in capsys.readouterr().out
+    assert _chosen(config, {}, Console(), large) == config
+    assert capsys.readouterr().out == ""
+    saved = {"model": str(tiny_model), "run": "r", "training": {"rows_per_microbatch": 2}}
+    continued = _chosen(config, saved, Console(), large)
+    assert continued.recipe_settings["rows_per_microbatch"] == 2
+    begun_before = {"model": str(tiny_model), "run": "r", "training": {}}
+    assert _chosen(config, begun_before, Console(), small) == config
 
 
 SET = {

@@ -29,7 +29,7 @@ from ttrl.monitoring.loggers import make_loggers
 from ttrl.monitoring.summary import overfits, summary_lines
 from ttrl.plans.disk import check_disk
 from ttrl.plans.open_choices import choose, refuse
-from ttrl.plans.open_settings import as_begun
+from ttrl.plans.open_settings import CHOSEN_ON_CPU, as_begun
 from ttrl.plans.plan_machine import gpus_here, host_here
 from ttrl.plans.planner import check_trainable, read_model_config
 from ttrl.ready_models import is_ready, ready_model
@@ -264,11 +264,11 @@ def _on_cluster(
 def _chosen(
     config: TrainConfig, saved: Mapping[str, Any], console: Console, parts: Parts = THIS_MACHINE
 ) -> TrainConfig:
-    """Return the config with its open settings chosen for this machine's GPUs, or as begun
-    (`saved`). Raises ConfigError for settings too large to fit."""
+    """Return the config with its open settings chosen for this machine's GPUs or, without any, for
+    its memory; or as begun (`saved`). Raises ConfigError for settings too large to fit."""
     gpus = parts.gpus() if config.device != "cpu" else []
-    if not gpus and config.placement != "split":
-        return config
+    if saved and not gpus and config.placement != "split":
+        return as_begun(config, saved, CHOSEN_ON_CPU)
     config = as_begun(config, saved)
     shape = read_model_config(str(ready_model(config.model) or config.model))
     choices = choose(shape, config, gpus, host=parts.host(), advise=not saved)
@@ -280,10 +280,13 @@ def _chosen(
     refuse(choices)
     if saved:
         return config
-    gpu = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)} with {gib(choices.memory)}"
-    console.line(
-        f"chosen for {gpu} (`ttrl plan` says why): {choices.summary() or 'nothing, all is set'}"
-    )
+    if gpus:
+        place = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)} with {gib(choices.memory)}"
+    else:
+        place = f"this machine's {gib(choices.memory)} of memory"
+    if gpus or choices.reasons:
+        summary = choices.summary() or "nothing, all is set"
+        console.line(f"chosen for {place} (`ttrl plan` says why): {summary}")
     if "save_every" in choices.reasons:
         console.line(f"note: save_every is 1, {choices.reasons['save_every']}")
     if choices.is_tight:

@@ -10,6 +10,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.costs.memory import (
     IMPORTS,
     Device,
+    MemoryEstimate,
     Parts,
     Workload,
     left_parked,
@@ -130,19 +131,17 @@ def memory_of(
     )
     device: Device = "cuda" if machine.cuda else "cpu"
     estimate = training_memory(model, recipe, workload, device=device, ranks=ranks)
-    parts = dict(estimate.parts)
-    parts.pop("mapped files", None)
-    if not machine.cuda:
-        parts["heap's gaps"] = _HEAP_GAPS * sum(parts.values())
-        parts["program"] = IMPORTS
     if with_server:
         held_out = _held_out(model, config, machine.cuda)
     else:
         held_out = 0.0
-    if held_out and not machine.cuda:  # else in the memory of the GPUs' host
-        parts["held out to servers"] = held_out / config.processes_here
+    if machine.cuda:  # held out in the memory of the GPUs' host
+        parts = _without_files(estimate)
+    else:
+        parts = _on_cpu(estimate, held_out / config.processes_here)
     serving = serving_of(model, config, cuda=machine.cuda, memory=machine.memory)
-    tokens, server_parts = _server(model, config, serving, machine) if with_server else (0, {})
+    gpu = machine.memory if machine.cuda else None
+    tokens, server_parts = _server(model, config, serving, gpu) if with_server else (0, {})
     together = with_server and shares_memory(config, cuda=machine.cuda)
     takes_turns = with_server and machine.cuda and not together
     length = max(1.0, work.prompt_mean + work.completion_mean)
@@ -166,6 +165,33 @@ def memory_of(
         left_by_server=sum(server_leaves(model, config, serving).values()) if takes_turns else 0.0,
         left_by_trainer=sum(trainer_leaves(config, recipe).values()) if takes_turns else 0.0,
     )
+
+
+def cpu_needs(model: Mapping[str, Any], config: TrainConfig) -> tuple[float, float]:
+    """Return the bytes of all trainers with full rows, and of all servers, on a CPU."""
+    recipe = config.recipe_config({"dtype": "fp32" if config.dtype == "auto" else config.dtype})
+    ranks = max(1, config.processes // recipe.tensor_parallel)
+    workload = Workload(row_length=config.seq_len, rows=4 * recipe.rows_per_microbatch)
+    estimate = training_memory(model, recipe, workload, device="cpu", ranks=ranks)
+    held_out = _held_out(model, config, False) if config.servers_here else 0.0
+    trainer = sum(_on_cpu(estimate, held_out / config.processes_here).values())
+    _, server = _server(model, config, serving_of(model, config, cuda=False), None)
+    return trainer * config.processes_here, sum(server.values()) * config.servers_here
+
+
+def _without_files(estimate: MemoryEstimate) -> dict[str, float]:
+    """Return a trainer's bytes at its peak, by part, without files that the system may drop."""
+    return {name: size for name, size in estimate.parts.items() if name != "mapped files"}
+
+
+def _on_cpu(estimate: MemoryEstimate, held_out: float) -> dict[str, float]:
+    """Return a trainer's bytes in the memory of its machine, by part."""
+    parts = _without_files(estimate)
+    parts["heap's gaps"] = _HEAP_GAPS * sum(parts.values())
+    parts["program"] = IMPORTS
+    if held_out:
+        parts["held out to servers"] = held_out
+    return parts
 
 
 def host_needs(
@@ -325,13 +351,15 @@ def given_memory(config: TrainConfig, memory: float) -> float | None:
 
 
 def _server(
-    model: Mapping[str, Any], config: TrainConfig, serving: Serving, machine: Machine
+    model: Mapping[str, Any], config: TrainConfig, serving: Serving, gpu: float | None
 ) -> tuple[int, dict[str, float]]:
-    """Return the tokens of room in its KV cache, and its contents by part."""
-    parts = server_memory(model, serving, cuda=machine.cuda)
-    if machine.cuda:
-        allowed = given_memory(config, machine.memory)
-        room = (machine.memory * _GPU_SHARE if allowed is None else allowed) - sum(parts.values())
+    """Return the tokens of room in its KV cache, and its contents by part. gpu: bytes of its GPU;
+    None on a CPU.
+    """
+    parts = server_memory(model, serving, cuda=gpu is not None)
+    if gpu is not None:
+        allowed = given_memory(config, gpu)
+        room = (gpu * _GPU_SHARE if allowed is None else allowed) - sum(parts.values())
         parts |= beyond_budget(serving)
     else:
         parts["program"] = _SERVER_IMPORTS

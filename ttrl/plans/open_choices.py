@@ -1,8 +1,9 @@
 """Choose a config's open GPU settings: trainer GPUs, server GPUs, and a fit for both.
 
 One pure function of the model's config.json, the GPUs' memory and the config serves `train`, `plan`
-and `ttrl plan` alike. Settings in the config stay, and on CPUs nothing is chosen. Rows are assumed
-full. Adapters are advised, never chosen: they change the result of training.
+and `ttrl plan` alike. Settings in the config stay. On a CPU, only trainer and servers too large
+for the machine's memory change the defaults. Rows are assumed full. Adapters are advised, never
+chosen: they change the result of training.
 
 The figures are those of `ttrl.costs`. A trainer's were compared with an H100. Trainer and server
 together have worked in turn on one GPU, and were measured on none.
@@ -17,8 +18,16 @@ from ttrl.configs.run import TrainConfig
 from ttrl.costs.parameters import decoder_parameters
 from ttrl.errors import ConfigError
 from ttrl.plans.fitting import Fit, Placed
-from ttrl.plans.open_settings import CHOSEN, Choices, recipe_of, value_of, with_values
-from ttrl.text import counted
+from ttrl.plans.memory_plan import cpu_needs
+from ttrl.plans.open_settings import (
+    CHOSEN,
+    FULL_ON_CPU,
+    Choices,
+    recipe_of,
+    value_of,
+    with_values,
+)
+from ttrl.text import counted, gib
 
 IGNORE_VARIABLE = "TTRL_IGNORE_MEMORY"
 """Set to 1: start a run despite a predicted lack of memory."""
@@ -43,7 +52,7 @@ def choose(
     """
     if not gpus or config.device == "cpu":
         if config.placement != "split":
-            return Choices(config)
+            return _on_cpu(model, config, host)
         why = (
             "but this runs on the CPU, with no GPUs to divide among trainer and servers; leave it "
             "out"
@@ -63,6 +72,31 @@ def choose(
         return best
     advice = "; or ".join(ways)
     return dataclasses.replace(best, problem=f"{best.problem}; what would fit: {advice}")
+
+
+def _on_cpu(model: Mapping[str, Any], config: TrainConfig, memory: float | None) -> Choices:
+    """Choose smaller microbatches, then activation checkpointing, if the defaults do not fit in the
+    machine's memory. memory: its bytes, if known.
+    """
+    if memory is None:
+        return Choices(config)
+    made = config
+    reasons: dict[str, str] = {}
+    default = config.recipe_config({}).rows_per_microbatch
+    tried: list[tuple[str, Any]] = []
+    while default > 1:
+        default //= 2
+        tried.append(("training.rows_per_microbatch", default))
+    tried.append(("training.activation_checkpointing", True))
+    for name, value in tried:
+        trainer, server = cpu_needs(model, made)
+        if trainer + server <= FULL_ON_CPU * memory:
+            break
+        if value_of(config, name) is None:
+            made = with_values(made, {name: value})
+            needed = f"the default needs {gib(trainer + server)} of {gib(memory)}"
+            reasons.setdefault(name, f"{needed}, with full rows")
+    return Choices(made, reasons, memory=memory)
 
 
 def refuse(choices: Choices) -> None:

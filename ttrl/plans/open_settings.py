@@ -1,7 +1,7 @@
 """Name a run's optional GPU settings, and read and write their values."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,12 @@ CHOSEN = (
     *("server.max_num_seqs", "server.max_num_batched_tokens", "server.enable_nccl_comm_suspend"),
 )
 """All of them."""
+CHOSEN_ON_CPU = ("training.rows_per_microbatch", "training.activation_checkpointing")
+"""Those also chosen on a CPU."""
 FULL = 0.9
 """Share of a GPU for trainer and server, by estimates good to about 10%."""
+FULL_ON_CPU = 0.75
+"""Share of a machine's memory for all trainers and servers: other programs need some, too."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,13 @@ def with_values(config: TrainConfig, values: Settings) -> TrainConfig:
     return dataclasses.replace(config, **changes)
 
 
-def as_begun(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
-    """Return the config of a continued run, with gaps filled from its config.yaml."""
+def as_begun(
+    config: TrainConfig, saved: Mapping[str, Any], names: Sequence[str] = CHOSEN
+) -> TrainConfig:
+    """Return the config of a continued run, with gaps among `names` filled from its config.yaml."""
     known = {name: value for name, value in saved.items() if name in vars(config)}
     before, _ = TrainConfig.examine(known)
-    missing = {name: value_of(before, name) for name in CHOSEN if value_of(config, name) is None}
+    missing = {name: value_of(before, name) for name in names if value_of(config, name) is None}
     found = {name: value for name, value in missing.items() if value is not None}
     return with_values(config, found)
 

@@ -169,10 +169,9 @@ def plan_text(plan: Plan) -> str:
         "machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{gpus}{processes}, {speed}"
     )
     if plan.chosen:
-        lines.append(
-            "\nChosen for these GPUs"
-            + (", but even so it does not fit" if plan.does_not_fit else "")
-        )
+        place = "these GPUs" if plan.machine.cuda else "this machine's memory"
+        still = ", but even so it does not fit" if plan.does_not_fit else ""
+        lines.append(f"\nChosen for {place}{still}")
         for name, text in plan.chosen.items():
             lines += textwrap.wrap(
                 f"{name}: {text}", _WIDTH, initial_indent="  ", subsequent_indent=" " * (2 + _LABEL)

@@ -2,7 +2,7 @@
 
 It takes over the run's device, dtype and GPUs. The planner treats it as a run on all GPUs, whose
 servers sleep while it trains. So `ttrl.plans.open_choices` decides about processes and memory
-settings here as well, with the same figures. On a CPU nothing is chosen, and memory is estimated.
+settings here as well, with the same figures. On a CPU, memory is only estimated.
 """
 
 import dataclasses
