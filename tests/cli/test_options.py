@@ -66,6 +66,7 @@ def test_options_of_recipes_are_settings_of_the_run():
         "tiny",
         "set",
         "own_set",  # without a preset's
+        "task_seed",
         "check",
         "plan",
     }
