@@ -82,11 +82,11 @@ def _on_cpu(model: Mapping[str, Any], config: TrainConfig, memory: float | None)
         return Choices(config)
     made = config
     reasons: dict[str, str] = {}
-    default = config.recipe_config({}).rows_per_microbatch
+    rows = config.recipe_config({}).rows_per_microbatch
     tried: list[tuple[str, Any]] = []
-    while default > 1:
-        default //= 2
-        tried.append(("training.rows_per_microbatch", default))
+    while rows > 1:
+        rows //= 2
+        tried.append(("training.rows_per_microbatch", rows))
     tried.append(("training.activation_checkpointing", True))
     for name, value in tried:
         trainer, server = cpu_needs(model, made)
