@@ -151,9 +151,11 @@ class OnlineEntropy:
     def _of_parameter(
         self, rule: UpdateRule, name: str, gradient: Tensor, moments: Moments, slope: Tensor
     ) -> float:
-        found = rule.stepped(name, self._names[name].detach(), gradient, moments)
+        # In fp32, with float64 sums: exact to about six digits, in half of float64's time.
+        parameter = self._names[name].detach()
+        found = rule.stepped(name, parameter, gradient, moments, torch.float32)
         vector = found.current + found.earlier + found.decay
-        return float((slope.double() * vector).sum())
+        return float((slope.float() * vector).sum(dtype=torch.float64))
 
     @contextlib.contextmanager
     def _set_aside(self) -> Iterator[None]:

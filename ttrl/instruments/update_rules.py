@@ -62,7 +62,7 @@ class Update:
 
 
 class TensorStep(NamedTuple):
-    """Hold the parts of v for one parameter, and its moments after the step, by name; float64."""
+    """Hold the parts of v for one parameter, and its moments after the step, by name."""
 
     scale: Tensor
     """a·P: this step's gradient g gives -a·P·g."""
@@ -100,25 +100,30 @@ class UpdateRule(abc.ABC):
     def of_tensor(
         self, parameter: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], decay: float
     ) -> TensorStep:
-        """Compute one parameter's part; all tensors in float64. moments: before the step, by name
-        (`moments`)."""
+        """Compute one parameter's part; all tensors have one dtype. moments: before the step, by
+        name (`moments`)."""
 
     @torch.no_grad()
     def stepped(
-        self, name: str, parameter: Tensor, gradient: Tensor, moments: Moments
+        self,
+        name: str,
+        parameter: Tensor,
+        gradient: Tensor,
+        moments: Moments,
+        dtype: torch.dtype = torch.float64,
     ) -> TensorStep:
-        """Compute the step of the parameter `name`, in float64. Moments absent from `moments`
-        are 0."""
+        """Compute the step of the parameter `name`, in `dtype`. Moments absent from `moments` are
+        0."""
         known = {}
         for part in self.moments:
             found = moments.get(f"{name}.{part}")
             known[part] = torch.zeros_like(parameter) if found is None else found
-        own = {part: tensor.double() for part, tensor in known.items()}
+        own = {part: tensor.to(dtype) for part, tensor in known.items()}
         if parameter.ndim >= 2:
             rate = self.weight_decay
         else:
             rate = 0.0
-        return self.of_tensor(parameter.double(), gradient.double(), own, rate)
+        return self.of_tensor(parameter.to(dtype), gradient.to(dtype), own, rate)
 
     def update(
         self,
