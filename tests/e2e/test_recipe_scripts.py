@@ -24,17 +24,23 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
-def test_tiny(tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "what"),
+    [("spelling", "words spelled"), ("json_judge", "sentences written exactly")],
+)
+def test_tiny(recipe, what, tmp_path):
+    """One without a judge, and one with a judge on a server of its own."""
     command = [
         sys.executable,
-        str(ROOT / "recipes" / "spelling.py"),
+        str(ROOT / "recipes" / f"{recipe}.py"),
         "--tiny",
         "--run",
         str(tmp_path / "run"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "held-out words spelled: " in done.stdout
+    assert f"held-out {what}: " in done.stdout
+    assert ("the judge gives " in done.stdout) == (recipe == "json_judge")
     assert (tmp_path / "run" / "iterations" / "0001" / "checkpoint" / "config.json").exists()
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["train"]["steps"] == 1
 

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import os
 import sys
 import tempfile
 import zlib
@@ -277,20 +278,20 @@ def supervised_start(
     seq_len: int = 128,
     lr: float = 1e-3,
     rows_per_microbatch: int = 64,
+    model: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Make a tiny model trained on `examples` ({"messages": …}): random weights, then a fixed
-    number of supervised steps.
+    """Train a model on `examples` ({"messages": …}) for a fixed number of supervised steps.
 
-    Returns the model's folder; made once, and found there again afterwards.
+    model: a folder; None: a tiny one with random weights, made here. Returns the folder of the
+    trained model. It is made once, and found there again afterwards.
     """
     if not (folder / "checkpoint" / "config.json").exists():
-        print(
-            f"making a tiny model and warming it up with {steps} supervised steps; log: "
-            f"{folder / 'train.log'}"
-        )
+        print(f"warming a model up with {steps} supervised steps; log: {folder / 'train.log'}")
         write_jsonl(folder / "examples.jsonl", [dict(one) for one in examples])
+        if model is None:
+            model = make_tiny_model(folder / "random_model", seed=seed)
         config = {
-            "model": str(make_tiny_model(folder / "random_model", seed=seed)),
+            "model": str(model),
             "data": str(folder / "examples.jsonl"),
             "output_dir": str(folder),
             "steps": steps,
