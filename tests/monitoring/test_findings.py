@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.facts import rows_of
 
+from ttrl.intervals import wilson
 from ttrl.monitoring.finding import trend
 from ttrl.monitoring.findings import findings as judge
 
@@ -275,6 +276,40 @@ def test_learning_by_heart_shows_in_the_held_out_tasks():
     for row in rows:
         row["validation"] = {"exact": 0.8 - 0.02 * row["iteration"] + noise.gauss(0, 0.01)}
     assert set(keys(rows)) == {"overfits", "reward_falls"}
+
+
+MARKS = [0.38, 0.41, 0.43, 0.39, 0.43, 0.46, 0.55, 0.62]
+MARKS += [0.49, 0.65, 0.64, 0.77, 0.54, 0.70, 0.69, 0.66]
+RIGHT = [0, 4, 24, 26, 24, 29, 30, 25, 29, 33, 28, 20, 14, 9, 7, 12]
+
+
+def judged(rights, marks, tasks=64):
+    """A run with these rewards, and so many right answers to held-out tasks."""
+    rows = healthy(len(rights))
+    for row, right in zip(rows[1:], rights, strict=True):
+        row["validation"] = {"exact": right / tasks}
+        row["validation_intervals"] = {"exact": wilson(right, tasks)}
+        row["metrics"] = {"judge/judge_dollars": 0.0, "judge/judge_cached": 0.0}
+    return put(rows, "reward", lambda n: marks[n - 1])
+
+
+def test_an_exploited_judge_shows_in_the_fall_of_another_measure():
+    """recipes/json_judge.py: a line through all held-out figures has no slope."""
+    (finding,) = [one for one in findings(judged(RIGHT, MARKS), CONFIG) if one.key == "overfits"]
+    assert finding.title == (
+        "The training reward rises, but the held-out exact fell from 0.456 (iterations 6 to "
+        "10) to 0.194 (iterations 12 to 16)."
+    )
+    assert "solves_nothing" not in keys(judged(RIGHT, MARKS))  # a judge's costs stay near 0
+    assert "overfits" not in keys(judged(RIGHT[:13], MARKS[:13]))
+
+
+def test_the_best_of_a_plateau_is_no_fall():
+    noise = random.Random(3)
+    for _ in range(300):
+        rights = [sum(noise.random() < 0.5 for _ in range(32)) for _ in range(40)]
+        rows = judged(rights, [0.3 + 0.01 * n for n in range(40)], tasks=32)
+        assert not any("fell from" in one.title for one in findings(rows, CONFIG))
 
 
 def test_without_a_config_or_held_out_tasks_the_training_reward_is_judged():

@@ -218,29 +218,49 @@ def reward_flat(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The run memorizes its tasks, or exploits a weakness of the grader. Use more tasks or fewer "
-    "epochs, and check the rewarded replies.",
+    "The run memorizes its tasks, or exploits a weakness of the grader. Go back to the best "
+    "checkpoint, check the rewarded replies, and use more tasks or fewer epochs.",
     "right",
 )
 def overfits(h: History) -> str | None:
     name, points = h.held_out()
     training = trend(_training_rewards(h))
-    held_out = trend(points)
-    if (
-        training is None
-        or held_out is None
-        or held_out.count < 8
-        or training.t < 3
-        or held_out.t > -3
-    ):
+    if training is None or training.t < 3:
         return None
-    return f"The training reward rises while the held-out {name} falls."
+    line = trend(points)
+    if line is not None and line.count >= 8 and line.t <= -3:
+        return f"The training reward rises while the held-out {name} falls."
+    fall = _fall_from_best(h, name)
+    if fall is not None:
+        return f"The training reward rises, but the held-out {name} fell {fall}."
+    return None
+
+
+def _fall_from_best(h: History, name: str) -> str | None:
+    """Word a clear fall of a held-out metric after its best time; None without one."""
+    points = h.points(held_out(name))
+    ranges = present((row.validation_intervals or {}).get(name) for row in h.rows)
+    if len(points) < 2 * RECENT or not ranges:
+        return None
+    spans = [points[end - RECENT : end] for end in range(RECENT, len(points) + 1)]
+    means = [statistics.fmean(value for _, value in span) for span in spans]
+    best = max(range(len(means)), key=means.__getitem__)
+    # The best time of many is partly luck, and so is a bad end: together, they rarely differ by
+    # more than three quarters of a single figure's interval.
+    if means[-1] >= means[best] - 0.75 * max(high - low for low, high in ranges):
+        return None
+    told = [
+        f"{compact(means[place])} (iterations {spans[place][0][0]} to {spans[place][-1][0]})"
+        for place in (best, -1)
+    ]
+    return f"from {' to '.join(told)}"
 
 
 _FAULT = re.compile(
     r"wrong|error|fail|invalid|illegal|trunc|cut|repeat|empty|refus|miss|penal|stop|bad"
+    r"|dollars|cached"
 )
-"""Names of metrics with their best value at zero."""
+"""Names of metrics with their best value at zero, and a judge's costs."""
 
 
 @rule(
