@@ -1,5 +1,5 @@
-"""The tools behind docs/results.md: the comparison with TRL is fair and counts right, and the page
-is what the data say.
+"""The tools behind docs/results.md: the comparison with TRL is fair and counts right, and the pages
+are what the data say.
 """
 
 import ast
@@ -215,12 +215,13 @@ def test_a_picture_needs_no_point_of_every_curve_at_every_place() -> None:
     assert drawn.count("<circle") == 3
 
 
-def test_the_page_is_what_the_data_say() -> None:
+def test_the_pages_are_what_the_data_say() -> None:
     """Otherwise: python tools/results.py."""
     folder = results.DOCS / results.FOLDER
     data = json.loads((folder / results.DATA).read_text(encoding="utf-8"))
-    page = (results.DOCS / results.PAGE).read_text(encoding="utf-8")
-    assert results.page_with(page, data) == page
+    for tiny, name in results.PAGES.items():
+        page = (results.DOCS / name).read_text(encoding="utf-8")
+        assert results.page_with(page, data, tiny=tiny) == page
     for name, text in results.pictures(data).items():
         assert (folder / name).read_text(encoding="utf-8") == text, name
         assert len(text) < 40_000

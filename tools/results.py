@@ -6,8 +6,8 @@
 `add` takes the figures of a result from its run folders: held-out curve with intervals, commit,
 machine, minutes. It replaces an earlier result of this name. Several runs, each with a label, share
 a picture. Then, and without arguments, the tool draws docs/results/NAME.svg and writes the tables
-of docs/results.md between their two comments. Everything is made of the one file, so a test can
-make it again.
+of both pages between their two comments: docs/results.md, and with `--tiny`
+docs/results/tiny_models.md. Everything is made of the one file, so a test can make it again.
 """
 
 import argparse
@@ -28,8 +28,9 @@ from ttrl.run_folder.reader import RunData, read_run
 from ttrl.system.files import write_text
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE = "results.md"
 FOLDER = "results"
+PAGES = {False: "results.md", True: "results/tiny_models.md"}
+"""By whether the models are tiny."""
 DATA = "results.json"
 BEGIN = "<!-- tools/results.py writes from here -->"
 END = "<!-- to here -->"
@@ -231,8 +232,8 @@ def _row(result: Mapping[str, Any], label: str, curves: Sequence[Any]) -> str:
     return f"| {link} | {tasks} | {' | '.join(shown)} | {iterations} | {spent} | {commit} |"
 
 
-def tables(results: Mapping[str, Any]) -> str:
-    """Return the part of the page made of the data: a table, then a section for each result."""
+def tables(results: Mapping[str, Any], pictures: str = f"{FOLDER}/") -> str:
+    """Return the part of a page made of the data: a table, then a section for each result."""
     lines = [
         "| result | measure, held-out tasks | before | after | iterations | minutes | commit |"
     ]
@@ -244,7 +245,7 @@ def tables(results: Mapping[str, Any]) -> str:
         lines += ["", f"## {result['title']}", ""]
         lines += ["```", *result["command"].splitlines(), "```", ""]
         lines += [textwrap.fill(" ".join(result["note"].split()), 100), ""]
-        lines += [f"![{result['title']}]({FOLDER}/{name}.svg)"]
+        lines += [f"![{result['title']}]({pictures}{name}.svg)"]
     return "\n".join(lines)
 
 
@@ -274,21 +275,24 @@ def pictures(results: Mapping[str, Any]) -> dict[str, str]:
     return made
 
 
-def page_with(text: str, results: Mapping[str, Any]) -> str:
-    """Return the page with the tables of the results between its comments."""
+def page_with(text: str, results: Mapping[str, Any], *, tiny: bool) -> str:
+    """Return a page with the tables of its results between its comments."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert begin and end, f"docs/{PAGE} lacks {BEGIN} or {END}"
-    return f"{before}{BEGIN}\n\n{tables(results)}\n\n{END}{after}"
+    assert begin and end, f"docs/{PAGES[tiny]} lacks {BEGIN} or {END}"
+    own = {name: result for name, result in results.items() if result["tiny"] == tiny}
+    made = tables(own, "" if tiny else f"{FOLDER}/")
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
 
 
 def write(docs: Path = DOCS) -> None:
-    """Draw the pictures, and write the tables of the page."""
+    """Draw the pictures, and write the tables of the pages."""
     results = json.loads((docs / FOLDER / DATA).read_text(encoding="utf-8"))
     for name, text in pictures(results).items():
         write_text(docs / FOLDER / name, text)
-    page = docs / PAGE
-    write_text(page, page_with(page.read_text(encoding="utf-8"), results))
+    for tiny, name in PAGES.items():
+        page = docs / name
+        write_text(page, page_with(page.read_text(encoding="utf-8"), results, tiny=tiny))
 
 
 def runs_of(arguments: Sequence[str]) -> dict[str, Path]:
@@ -314,11 +318,12 @@ def main() -> None:
     both = "evaluations (ttrl eval --output) of the first and last policy of a run without its own"
     add.add_argument("--asked", nargs=2, type=Path, default=[], metavar="FILE", help=both)
     add.add_argument("--note", default="", help="what a reader should know, good or bad")
+    add.add_argument("--tiny", action="store_true", help="on the page of tiny models")
     arguments = parser.parse_args()
     if arguments.action == "add":
         file = DOCS / FOLDER / DATA
         results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        told = {name: getattr(arguments, name) for name in ("title", "command", "note")}
+        told = {name: getattr(arguments, name) for name in ("title", "command", "note", "tiny")}
         results[arguments.name] = told | taken(
             runs_of(arguments.runs), arguments.metric, arguments.asked
         )
