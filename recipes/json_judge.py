@@ -5,10 +5,9 @@
 Both begin as the same chat model. The judge is trained with supervision on marked replies to the
 quickstart's task: right objects, and objects with a wrong value, a missing key, a text for a
 number. It is asked about replies to held-out sentences first, and then serves while the policy
-trains. The exact grader only watches. `exact` shows how far the judge's marks carry: it rises for
-ten iterations, and then falls, while the judge is more and more pleased. The policy found a blind
-spot: objects with missing commas, which the judge's examples lack. Interrupt it at any time; the
-same command continues.
+trains. The exact grader only watches. In a run, its `exact` rose for ten iterations and then fell,
+while the judge's marks stayed high. The policy had found a blind spot: objects without commas. The
+judge's examples have none. Interrupt it at any time; the same command continues.
 """
 
 import argparse
@@ -112,8 +111,8 @@ def mark_task(one: Marked) -> Task:
 
     def grader(choice: Choice) -> tuple[float, dict[str, float]]:
         score = read_score(reply_text(choice))
-        is_told = (score == 10) == (expected == 10)
-        return float(score == expected), {"told": float(is_told), one.kind: float(is_told)}
+        told = float((score == 10) == (expected == 10))
+        return float(score == expected), {"told": told, one.kind: told}
 
     return Task(question(one.prompt), grader, id=one.name)
 

@@ -342,6 +342,35 @@ def test_what_is_absent_is_said_in_sentences(
     assert all(text in done.stderr for text in said) and not (tmp_path / "run").exists()
 
 
+def test_the_judges_examples_have_the_grader_s_marks(tmp_path: Path) -> None:
+    names = runpy.run_path(str(ROOT / "recipes" / "json_judge.py"))
+    tasks = names["get_structured_output_tasks"]("train", n=200)
+    marks = set()
+    kinds = set()
+    right = 0
+    for task, one in zip(tasks, names["marked"](tasks, 0), strict=True):
+        assert one.name == task.id and task.messages[-1]["content"] in one.prompt
+        reply = one.prompt.split("<reply-", 1)[1].split("\n", 1)[1].rsplit("\n</reply-", 1)[0]
+        message = types.SimpleNamespace(content=reply)
+        reward, metrics = task.grader(types.SimpleNamespace(message=message))
+        assert one.answer == f"Score: {round(10 * reward)}"
+        assert (one.answer == "Score: 10") == (metrics["exact"] == 1) == (one.kind == "right")
+        marks.add(one.answer)
+        kinds.add(one.kind)
+        right += one.answer == "Score: 10"
+    assert 70 < right < 130 and len(marks) >= 5 and len(kinds) == 10, (marks, kinds)
+    assert list(names["marked"](tasks, 0)) != list(names["marked"](tasks, 1))
+
+
+def test_a_judge_is_not_trained_for_wrong_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = ["--model", "tiny", "--run", str(tmp_path / "run"), "--set", "lr=-1"]
+    with pytest.raises(ConfigError, match="lr is -1"):
+        run("json_judge", monkeypatch, *wrong)
+    assert not (tmp_path / "run").exists()
+
+
 def test_data_without_a_default_must_be_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

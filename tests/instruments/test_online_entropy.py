@@ -20,6 +20,7 @@ from ttrl.facts import Step, read_facts
 from ttrl.instruments.entropy_batch import EntropyBatch, part_of
 from ttrl.instruments.linear_response import inner
 from ttrl.instruments.online_entropy import OnlineEntropy, tasks_apart
+from ttrl.instruments.update_rules import rule_of
 from ttrl.run_folder.metrics import _entropy_response
 from ttrl.training.batches import updates
 from ttrl.training.objective.objective import objective_from
@@ -105,6 +106,19 @@ def test_over_all_tasks_it_is_the_u_statistic(model_folder, tmp_path):
     # The gradient is back, bit for bit.
     for name, p in before.policy.parameters_by_name().items():
         assert torch.equal(p.grad, kept[name])
+
+
+def test_a_step_of_adamw_in_fp32_is_that_in_float64(model_folder, tmp_path):
+    config = config_of(tmp_path, model_folder(), weight_decay=0.1, max_grad_norm=None)
+    before = Before(config)
+    parameters = {n: p.detach() for n, p in before.policy.parameters_by_name().items()}
+    kept = {n: p.grad.clone() for n, p in before.policy.parameters_by_name().items()}
+    numbers, slope, _, _ = before.of_task(before.step.rows.samples[0].task_id)
+    for name, p in before.policy.parameters_by_name().items():
+        p.grad = kept[name]
+    vector = rule_of(config, 0).update(parameters, kept, {}).whole()
+    found = before.online.measure_on(numbers, before.step, before.objective, 1.0)
+    assert found.naive == pytest.approx(LR * inner(slope, vector), rel=1e-4)
 
 
 def test_a_quarter_of_the_tasks_is_apart(model_folder, tmp_path):

@@ -223,30 +223,33 @@ def reward_flat(h: History) -> str | None:
     "right",
 )
 def overfits(h: History) -> str | None:
-    name, points = h.held_out()
+    name, asked = h.held_out()
     training = trend(_training_rewards(h))
     if training is None or training.t < 3:
         return None
-    line = trend(points)
+    line = trend(asked)
     if line is not None and line.count >= 8 and line.t <= -3:
         return f"The training reward rises while the held-out {name} falls."
-    fall = _fall_from_best(h, name)
+    ranges = present((row.validation_intervals or {}).get(name) for row in h.rows)
+    fall = _fall_from_best(asked, ranges)
     if fall is not None:
         return f"The training reward rises, but the held-out {name} fell {fall}."
     return None
 
 
-def _fall_from_best(h: History, name: str) -> str | None:
-    """Word a clear fall of a held-out metric after its best time; None without one."""
-    points = h.points(held_out(name))
-    ranges = present((row.validation_intervals or {}).get(name) for row in h.rows)
-    if len(points) < 2 * RECENT or not ranges:
+def _fall_from_best(
+    asked: Sequence[tuple[int, float]], ranges: Sequence[tuple[float, float]]
+) -> str | None:
+    """Word a clear fall of a held-out metric from its best RECENT validations to its last; None
+    without one. asked: (iteration, value). ranges: 95% intervals of the values.
+    """
+    if len(asked) < 2 * RECENT or not ranges:
         return None
-    spans = [points[end - RECENT : end] for end in range(RECENT, len(points) + 1)]
+    spans = [asked[end - RECENT : end] for end in range(RECENT, len(asked) + 1)]
     means = [statistics.fmean(value for _, value in span) for span in spans]
     best = max(range(len(means)), key=means.__getitem__)
-    # The best time of many is partly luck, and so is a bad end: together, they rarely differ by
-    # more than three quarters of a single figure's interval.
+    # The best of many means is partly luck. On a plateau, chance almost never makes a difference of
+    # three quarters of an interval.
     if means[-1] >= means[best] - 0.75 * max(high - low for low, high in ranges):
         return None
     told = [
@@ -258,7 +261,7 @@ def _fall_from_best(h: History, name: str) -> str | None:
 
 _FAULT = re.compile(
     r"wrong|error|fail|invalid|illegal|trunc|cut|repeat|empty|refus|miss|penal|stop|bad"
-    r"|dollars|cached"
+    r"|judge_dollars|judge_cached"
 )
 """Names of metrics with their best value at zero, and a judge's costs."""
 
