@@ -49,7 +49,7 @@ def test_the_forces_of_all_answers_are_the_gradient(standing):
     whole = {name: -p.grad.clone() for name, p in found.names.items()}
     total = {name: torch.zeros_like(p) for name, p in whole.items()}
     for number in range(len(found.step.rows.samples)):
-        force = found._force(found.step, number)
+        force = found._force(alone(found.step, number))
         found.policy.zero_grad()
         part = dataclasses.replace(part_of(found.step, [number]), normaliser=found.step.normaliser)
         found._accumulate(part)
@@ -105,7 +105,7 @@ def test_the_kernel_is_that_of_explicit_gradients(standing, projected):
     pushed = found._pushed(update)
     once = dict.fromkeys(range(len(found.step.rows.samples)), 1)
     own = EntropyBatch(found.policy, found.step.rows, once, found.config, ALONE)
-    forces = [found._force(found.step, number) for number in own.numbers]
+    forces = [found._force(alone(found.step, number)) for number in own.numbers]
     in_order = [one.task_id for one in own.samples]
     order = sorted(range(len(forces)), key=lambda place: in_order.index(in_order[place]))
     most = 0 if projected else 10**8

@@ -635,6 +635,24 @@ def test_tokens_are_drawn_whatever_a_model_wrote(tmp_path):
     assert draw_tokens(found, tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_tokens_give_their_part_of_the_steps_effect(run, monkeypatch):
+    """All tokens of one answer give what its own pass gives; all tokens, the whole."""
+
+    def by_answer(rows, logprobs, config, seed):
+        owners = rows.sample_ids[rows.labels != -100]
+        seen = {str(number): owners == number for number in owners.unique().tolist()}
+        return {**seen, "all": torch.ones(len(logprobs), dtype=torch.bool)}
+
+    monkeypatch.setattr(module, "tokens_of_high_covariance", by_answer)
+    found = study(run, sequences=16, factors=[1.0], dtype="fp64")
+    whole, *answers, everything = found["covariance"]["parts"]
+    assert everything["slope"] == pytest.approx(whole["slope"], rel=1e-12)
+    assert everything["tokens"] == whole["tokens"] == sum(one["tokens"] for one in answers)
+    assert whole["slope"] == pytest.approx(sum(found["current"]["by_answer"]), rel=1e-10)
+    given = sorted(one["slope"] for one in answers)
+    assert given == pytest.approx(sorted(found["current"]["by_answer"]), rel=1e-9)
+
+
 def test_the_gradient_is_the_slope_of_the_values_in_any_direction(run, tmp_path):
     config = dataclasses.replace(module.study_config(run, str(tmp_path), None), state=None)
     policy = load_policy(config, ALONE).double()
@@ -701,6 +719,7 @@ def test_the_command(run, tmp_path, capsys):
         and "Fisher kernel of 5 answers of the entropy batch and 12 of the update" in said
         and "δ log π of these, measured against η Σ g·v: sign right in" in said
         and "The U-statistic of these is" in said
+        and "highest 20% (" in said
     )
     names = ("kernel", "position", "tokens", "split", "logprobs")
     assert all((tmp_path / "study" / f"{name}.png").is_file() for name in names)

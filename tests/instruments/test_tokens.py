@@ -2,12 +2,21 @@
 put together.
 """
 
+import math
+
 import pytest
 import torch
 from support.tiny_models import random_samples
 
+from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.instruments.tokens import CONTEXT, covariance_outliers, mismatch, outliers_text
+from ttrl.instruments.tokens import (
+    CONTEXT,
+    covariance_outliers,
+    mismatch,
+    outliers_text,
+    tokens_of_high_covariance,
+)
 
 
 def test_the_outliers_are_the_tokens_with_the_largest_terms():
@@ -35,6 +44,31 @@ def test_the_outliers_are_the_tokens_with_the_largest_terms():
         assert one["before"] == " ".join(map(str, before))
         assert one["advantage"] == pytest.approx(sample.advantage)
     assert len(outliers_text(found)) == 6
+
+
+@pytest.mark.parametrize("objective", ["reinforce", "ppo", "clip_cov", "gspo"])
+def test_the_tokens_of_high_covariance_are_clip_covs_whatever_the_objective(objective):
+    samples = random_samples(3, (3, 5, 8), longest=30)
+    rows = packed_tensors_from_tokenized_results(samples, seq_len=60, pad_id=0)
+    trained = rows.labels != -100
+    advantages = rows.advantages[trained].double()
+    noise = torch.randn(int(trained.sum()), generator=torch.Generator().manual_seed(1))
+    logprobs = rows.logprobs[trained].nan_to_num() + 0.5 * noise
+    config = ObjectiveConfig(objective=objective, covariance_bounds=(0.1, 1.0))
+    config.covariance_share = 0.05
+    found = tokens_of_high_covariance(rows, logprobs, config, seed=3)
+
+    terms = (logprobs.double() - logprobs.double().mean()) * (advantages - advantages.mean())
+    count = len(terms)
+    ratios = (logprobs - rows.logprobs[trained].nan_to_num(nan=math.nan)).exp()
+    candidates = (terms > 0.1) & (terms < 1.0)
+    candidates &= ~((ratios > 1.2) & (advantages > 0)) & ~((ratios < 0.8) & (advantages < 0))
+    assert torch.equal(found["Clip-Cov's candidates"], candidates) and candidates.any()
+    draw = found["Clip-Cov's draw"]
+    assert int(draw.sum()) == int(0.05 * count) and not (draw & ~candidates).any()
+    highest = found["highest 20%"]
+    assert int(highest.sum()) == int(0.2 * count)
+    assert terms[highest].min() >= terms[~highest].max()
 
 
 def test_the_parts_of_a_mismatch_are_found_again():

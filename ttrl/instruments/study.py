@@ -55,6 +55,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.errors import UnmovedStepError
 from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
+from ttrl.instruments.fisher import dot
 from ttrl.instruments.held_out import HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
     Response,
@@ -69,7 +70,11 @@ from ttrl.instruments.precision import precision_of, prove_device, prove_model
 from ttrl.instruments.precision_sweep import batches_by_dtype, precision_sweep
 from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts
 from ttrl.instruments.study_config import StudyDevice, study_config
-from ttrl.instruments.tokens import covariance_outliers, mismatch
+from ttrl.instruments.tokens import (
+    covariance_outliers,
+    mismatch,
+    tokens_of_high_covariance,
+)
 from ttrl.instruments.update_rules import Update, moment_rounding, rule_of
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
@@ -389,10 +394,11 @@ class _Study:
             sweep = precision_sweep(batches, self.start, update.whole(), found, self.eta)
             found["precision_sweep"] = sweep.to_json()
         found["ages"] = [vars(one) for one in self._ages(slope, update)]
+        found["covariance"]["parts"] = self._covariance_parts(studied, slope, pushed)
         answers = Answers(
             own=made_of,
             batch=batch,
-            force=lambda place: self._force(studied, made_of.numbers[place]),
+            force=lambda place: self._force(alone(studied, made_of.numbers[place])),
             parameters={name: self.names[name] for name in update.current},
             seed=self.seed,
         )
@@ -437,10 +443,38 @@ class _Study:
         others = {"earlier": update.earlier, "decay": update.decay}
         return Pushed(update.current, others, scale)
 
-    def _force(self, step: Step, sample: int) -> Vector:
-        """Return the gradient of one answer's part of the objective, not clipped."""
+    def _covariance_parts(
+        self, step: Step, slope: Vector, pushed: Pushed
+    ) -> list[dict[str, object]]:
+        """Measure what tokens of high covariance give to this step's part of ⟨∇H, v⟩: what is lost
+        without their advantages. The first part is that of all tokens.
+        """
+        rows = step.rows
+        trained = rows.labels != IGNORE_LABEL
+        seed = self.config.seed + self.trained.stepper.global_step
+        logprobs = self._logprobs(step)
+        whole = dot(slope, pushed.current)
+        parts: list[dict[str, object]] = [
+            {"name": "all tokens", "tokens": len(logprobs), "slope": whole}
+        ]
+        for name, chosen in tokens_of_high_covariance(rows, logprobs, self.config, seed).items():
+            if not chosen.any():
+                parts.append({"name": name, "tokens": 0, "slope": 0.0})
+                continue
+            advantages = rows.advantages.clone()
+            advantages[trained] = advantages[trained].masked_fill(chosen, 0.0)
+            others = dataclasses.replace(rows, advantages=advantages)
+            force = self._force(dataclasses.replace(step, rows=others))
+            for parameter, scale in pushed.preconditioner.items():
+                force[parameter] *= scale
+            rest = dot(slope, force)
+            parts.append({"name": name, "tokens": int(chosen.sum()), "slope": whole - rest})
+        return parts
+
+    def _force(self, step: Step) -> Vector:
+        """Return the gradient of a step's objective, downhill and not clipped."""
         self.policy.zero_grad()
-        self._accumulate(alone(step, sample))
+        self._accumulate(step)
         found = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.neg_()
             for name, p in self.names.items()
@@ -550,11 +584,11 @@ class _Study:
         return math.sqrt(inner(apart, apart) / inner(true, true))
 
     @torch.no_grad()
-    def _logprobs(self) -> Tensor:
+    def _logprobs(self, step: Step | None = None) -> Tensor:
         """Return the policy's log-probabilities of the step's labels [N], in its own dtype of
-        computation.
+        computation. None: of the whole studied step.
         """
-        batches = self.step.microbatches(self.config, self.here.device)
+        batches = (step or self.step).microbatches(self.config, self.here.device)
         return torch.cat(
             [
                 self.policy(

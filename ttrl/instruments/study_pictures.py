@@ -155,11 +155,12 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
 
 def draw_split(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Draw the sources of δH₁ of each step: on the entropy batch, by this step's and earlier
-    gradients, against the measurement; and on the step's own answers, by pairs, against the
-    U-statistic. rows: as `split_row` makes them. Returns the path.
+    gradients, against the measurement; on the step's own answers, by pairs, against the
+    U-statistic; and by the tokens of high covariance. rows: as `split_row` makes them. Returns the
+    path.
     """
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure = Figure(figsize=(9, 10), layout="constrained")
+    above, below, last = figure.subplots(3, 1, sharex=True)
     fresh = [
         {
             "this step, same prompt": row["same_prompt"],
@@ -197,13 +198,30 @@ def draw_split(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     unbiased = [_plotted(one["one_batch"]["unbiased"]) for one in rows]
     below.plot(x, unbiased, "k_", markersize=14, label="U-statistic")
     below.set(ylabel="δH₁, nats", title="effect of this step's gradient on its own answers")
-    below.set_xticks(x, [str(row["global_step"]) for row in rows])
-    below.set(xlabel="optimizer step")
-    for axes in (above, below):
+    _draw_tokens_parts(last, [row["tokens"] for row in rows])
+    last.set_xticks(x, [str(row["global_step"]) for row in rows])
+    last.set(xlabel="optimizer step")
+    for axes in (above, below, last):
         axes.axhline(0, color="grey", linewidth=0.6)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     figure.savefig(path, dpi=150)
     return path
+
+
+def _draw_tokens_parts(axes: Axes, rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Draw bars next to each other: of all tokens, and of each kind with high covariance."""
+    names = [one["name"] for one in rows[0]]
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        values = [parts[number]["effect"] for parts in rows]
+        counts = [parts[number]["tokens"] for parts in rows]
+        places = [place + (number + 0.5) * width - 0.4 for place in range(len(rows))]
+        label = f"{name}: {sum(counts):,}"
+        axes.bar(places, values, width, label=label, color=f"C{number}")
+    axes.set(
+        ylabel="δH₁, nats",
+        title="effect of this step's gradient, by its tokens of high covariance of log π and A",
+    )
 
 
 _LAST = ("older steps", "weight decay")

@@ -25,7 +25,7 @@ from ttrl.instruments.study_pictures import (
     draw_tokens,
     fit_text,
 )
-from ttrl.instruments.tokens import outliers_text
+from ttrl.instruments.tokens import outliers_text, parts_text
 from ttrl.system.files import atomic_file, write_json
 
 _WIDTH = 100
@@ -74,6 +74,7 @@ def study_text(found: Mapping[str, Any]) -> str:
         f"The first order is within 10% of the measured change {within}.",
         "",
         *outliers_text(found["covariance"]),
+        *textwrap.wrap(parts_text(split_row(found)["tokens"]), _WIDTH, break_on_hyphens=False),
         "",
     ]
     trainer = f"Trainer in {found['run_dtype']}"
@@ -129,6 +130,7 @@ def split_row(found: Mapping[str, Any]) -> Mapping[str, Any]:
         "decay": lr * found["parts"]["decay"],
         "ages": [one | {"value": lr * one["value"]} for one in found["ages"]],
         "one_batch": {name: lr * value for name, value in found["one_batch"].items()} | counts,
+        "tokens": [one | {"effect": lr * one["slope"]} for one in found["covariance"]["parts"]],
         "batch": found["entropy_batch"]["tasks"] or "other answers of the pack",
     }
 

@@ -5,7 +5,8 @@ sampler and trainer.
 the covariance of log π and A, to first order (arXiv 2505.22617): likely tokens with high advantages
 and unlikely ones with low advantages lower it. A token's term is (log π - mean)·(A - mean), the
 means over the step. A few tokens make most of the sum: Clip-Cov and KL-Cov act on these (objectives
-"clip_cov" and "kl_cov").
+"clip_cov" and "kl_cov"). `tokens_of_high_covariance` finds them in any step, whatever its
+objective, and the study measures their part in the step's effect.
 
 **Mismatch.** The difference d of trainer's and sampler's log-probability of a token is a sum,
 
@@ -20,17 +21,26 @@ so Cov(part, d)/Var(d) are shares with sum 1.
 Shapes: N tokens of a step, in row-major order of its rows' labels.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
-from ttrl.training.objective.covariance import covariances
+from ttrl.training.objective.covariance import (
+    clip_cov_choice,
+    covariances,
+    kl_cov_choice,
+    token_keys,
+)
 
 CONTEXT = 12
 """Tokens shown before an outlier."""
+_SHARES = (0.002, 0.02, 0.2)
+"""Shares of a step's tokens, to see how few of them make most of its effect."""
 
 
 def covariance_outliers(
@@ -70,6 +80,30 @@ def covariance_outliers(
     else:
         share = 0.0
     return {"mean": float(terms_N.mean()), "share": share, "tokens": tokens}
+
+
+def tokens_of_high_covariance(
+    rows: PackedTensors, logprobs_N: Tensor, config: ObjectiveConfig, seed: int
+) -> dict[str, Tensor]:
+    """Return a step's tokens of high covariance, bool [N] by name: the highest shares, and those of
+    Clip-Cov with the run's settings, its candidates and its draw among them.
+
+    seed: of the draw; the recipe's is its config's seed + the number of the step, from 0. Ratios,
+    which exclude some candidates, are to the sampler's log-probabilities.
+    """
+    trained = rows.labels != IGNORE_LABEL
+    advantages_N = rows.advantages[trained]
+    sampled_N = rows.logprobs[trained]
+    keys_N = token_keys(rows)[trained]
+    chosen = {
+        f"highest {100 * share:g}%": kl_cov_choice(logprobs_N, advantages_N, keys_N, share)
+        for share in _SHARES
+    }
+    settings = dataclasses.replace(config, objective="clip_cov").policy_settings()
+    everything = settings | {"covariance_share": 1.0}
+    for name, how in (("Clip-Cov's candidates", everything), ("Clip-Cov's draw", settings)):
+        chosen[name] = clip_cov_choice(logprobs_N, sampled_N, advantages_N, keys_N, seed, **how)
+    return chosen
 
 
 def mismatch(
@@ -120,3 +154,13 @@ def outliers_text(found: Mapping[str, Any], count: int = 8) -> list[str]:
             f"{one['sample']}: {one['before']!r} → {one['text']!r}"
         )
     return lines
+
+
+def parts_text(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the tokens' parts in a step's effect, `split_row`'s "tokens"."""
+    whole, *some = parts
+    told = ", ".join(f"{one['name']} ({one['tokens']:,}) {one['effect']:.3g}" for one in some)
+    return (
+        f"Of {whole['effect']:.4g} nats by this step's gradient, its tokens of high covariance "
+        f"(of {whole['tokens']:,}) give: {told}"
+    )
