@@ -23,7 +23,6 @@ from openai.types.chat.chat_completion import Choice
 from ttrl import Task, evaluate
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments, supervised_start
 from ttrl.judges.judge import Judge, read_score
-from ttrl.ready_models import ready_model
 from ttrl.server.serving import serving
 from ttrl.tasks.answers import reply_text
 from ttrl.tasks.rewards import weighted
@@ -125,7 +124,7 @@ def make_judge(arguments: argparse.Namespace) -> str:
         for one in marked(tasks, arguments.seed)
     ]
     steps = STEPS
-    model = ready_model(arguments.model) or arguments.model
+    model = arguments.model
     if arguments.tiny:
         steps = 1
         model = make_tiny_model(arguments.run / "random_judge", layers=1, context=CONTEXT)

@@ -587,6 +587,26 @@ def test_a_model_that_is_set_is_the_recipes(
     assert one.model == "tiny"
 
 
+def test_a_chat_model_is_warmed_up_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    """The warm start begins with the model that is set, and sees none of the held-out words."""
+    started: list[dict[str, object]] = []
+    monkeypatch.setattr(
+        "ttrl.cli.recipe_script.tune", lambda config, *given, **named: started.append(config)
+    )
+    model = make_tiny_model(tmp_path / "model")
+    run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--model", str(model))
+    ((config, _, held_out),) = trained
+    assert started[0]["model"] == str(model)
+    assert config.model == str(tmp_path / "run/warm_start/checkpoint")
+    lines = (tmp_path / "run/warm_start/examples.jsonl").read_text().splitlines()
+    asked = {json.loads(line)["messages"][0]["content"] for line in lines}
+    assert len(lines) == started[0]["steps"] * started[0]["batch_size"]
+    assert max(map(len, asked)) == len("sort: abcd")
+    assert not asked & {task.messages[0]["content"] for task in held_out}
+
+
 def test_levels_of_puzzles(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

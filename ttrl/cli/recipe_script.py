@@ -282,14 +282,19 @@ def supervised_start(
 ) -> Path:
     """Train a model on `examples` ({"messages": …}) for a fixed number of supervised steps.
 
-    model: a folder; None: a tiny one with random weights, made here. Returns the folder of the
-    trained model. It is made once, and found there again afterwards.
+    model: a folder, a name of `ttrl models` or on the hub; None: a tiny one with random weights,
+    made here. Returns the folder of the trained model. It is made once, and found there again
+    afterwards.
     """
     if not (folder / "checkpoint" / "config.json").exists():
         print(f"warming a model up with {steps} supervised steps; log: {folder / 'train.log'}")
         write_jsonl(folder / "examples.jsonl", [dict(one) for one in examples])
         if model is None:
             model = make_tiny_model(folder / "random_model", seed=seed)
+        else:
+            from ttrl.loop.train import local_model  # loads PyTorch
+
+            model = local_model(str(model))
         config = {
             "model": str(model),
             "data": str(folder / "examples.jsonl"),
