@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ttrl.training.kernels import head_blocks
 from ttrl.training.kernels.logprobs import HeadOutput, ReferenceHead, run_head
 
 N, D, V = 7, 5, 11
@@ -120,6 +123,92 @@ def test_gradient_in_the_forward_pass_equals_autograd(
         torch.testing.assert_close(out.divergence_N, expected.divergence_N)
     else:
         assert out.divergence_N is None
+
+
+class Ranks:
+    """Collectives between threads, each a rank, in place of torch.distributed's."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self, count):
+        self.barrier = threading.Barrier(count, timeout=30)
+        self.given = [None] * count
+        self.here = threading.local()
+
+    def get_world_size(self, group):
+        return len(self.given)
+
+    def get_rank(self, group):
+        return self.here.rank
+
+    def all_gather(self, out, tensor, group):
+        self.given[self.here.rank] = tensor
+        self.barrier.wait()
+        for place, one in zip(out, self.given, strict=True):
+            place.copy_(one)
+        self.barrier.wait()
+
+    def all_reduce(self, tensor, op=torch.distributed.ReduceOp.SUM, group=None):
+        every = [torch.empty_like(tensor) for _ in self.given]
+        self.all_gather(every, tensor, group)
+        stacked = torch.stack(every)
+        is_sum = op == torch.distributed.ReduceOp.SUM
+        tensor.copy_(stacked.sum(0) if is_sum else stacked.amax(0))
+
+    def run(self, function):
+        """Call the function as each rank, with its number."""
+
+        def as_rank(rank):
+            self.here.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(len(self.given)) as threads:
+            return list(threads.map(as_rank, range(len(self.given))))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("parts", [(4, 7), (1, 9, 1)], ids=str)
+def test_a_sharded_vocabulary_is_the_whole_one(parts, soft_cap, monkeypatch):
+    """In both forms: all outputs, the gradient of the hidden states on each rank, and each rank's
+    own rows of the weight's.
+    """
+    ranks = Ranks(len(parts))
+    monkeypatch.setattr(head_blocks, "dist", ranks)
+    h, labels, weight, bias, reference = inputs()
+    coefficients = torch.linspace(-1, 2, N, dtype=torch.float64)
+
+    def outputs(head, leaves, form):
+        numbers = (head.logprobs_N, head.entropy_N, head.divergence_N)
+        loss = head.loss
+        if form == "recompute":
+            loss = sum((i * x.sin()).sum() for i, x in enumerate(numbers, 1))
+        elif loss is None:
+            loss = token_loss(coefficients)(head.logprobs_N, slice(0, N)).sum()
+        return (*numbers, *torch.autograd.grad(loss, leaves))
+
+    def as_rank(rank, form):
+        rows = slice(sum(parts[:rank]), sum(parts[: rank + 1]))
+        leaves = [one.detach().clone().requires_grad_() for one in (h, weight[rows], bias[rows])]
+        part = ReferenceHead(
+            reference.h_ref_ND, reference.weight_ref_VD[rows], reference.bias_ref_V[rows]
+        )
+        how = {"entropy_grad": True, "divergence_grad": True}
+        if form == "loss":
+            how = {"token_loss": token_loss(coefficients)}
+        head = run_head(
+            *(leaves[0], labels, leaves[1]), bias_V=leaves[2], chunk_size=3, soft_cap=soft_cap,
+            temperature=0.7, reference=part, vocab_group="group", **how,
+        )  # fmt: skip
+        return outputs(head, leaves, form)
+
+    for form in ("recompute", "loss"):
+        whole = plain(h, labels, weight, bias, reference, 0.7, soft_cap)
+        *same, of_weight, of_bias = outputs(whole, (h, weight, bias), form)
+        by_rank = ranks.run(lambda rank, form=form: as_rank(rank, form))
+        for *ours, _, _ in by_rank:
+            assert_close(ours, same)
+        assert_close([torch.cat([one[-2] for one in by_rank])], [of_weight])
+        assert_close([torch.cat([one[-1] for one in by_rank])], [of_bias])
 
 
 def test_gradients_equal_finite_differences():
