@@ -85,8 +85,9 @@ class Fake:
     base_url = "http://fake/v1"
     read_timeout = 5.0
 
-    def __init__(self, *parts):
+    def __init__(self, *parts, turns_to_close=0):
         self.parts, self.closed, self.given = parts, False, 0
+        self.turns_to_close = turns_to_close
 
     @contextlib.asynccontextmanager
     async def stream(self, path, body):
@@ -105,6 +106,8 @@ class Fake:
                 yield parts
         finally:
             self.closed = True
+            for _ in range(self.turns_to_close):
+                await asyncio.sleep(0)
 
 
 def run(*parts, n=1, **arguments):
@@ -296,6 +299,24 @@ def test_cut():
         return await stream_answers(Fake(RuntimeError("asked")), {}, 2, stall_timeout=9, cut=cut)
 
     assert asyncio.run(before()) == [None, None]
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_cut_during_the_end_of_a_stream_is_too_late(turns):
+    """Whatever the turns of the event loop between the cut, the closing and the watch's end."""
+    complaints = []
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+        cut = asyncio.Event()
+        transport = Fake(as_bytes(events_of([spoken(0, "a")])), turns_to_close=turns)
+        return await stream_answers(
+            transport, {}, 1, stall_timeout=9, on_tokens=lambda tokens: cut.set(), cut=cut
+        )
+
+    (answer,) = asyncio.run(main())
+    assert said(answer)[::3] == ("a", "stop")
+    assert not complaints
 
 
 def test_on_chunk_sees_everything_and_may_end_choices():

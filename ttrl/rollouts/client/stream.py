@@ -92,6 +92,7 @@ class _Watch:
         self._cut = cut
         self.scope = asyncio.timeout(None)
         self.has_begun = False
+        self._is_over = False
         self._last = self._loop.time()
         self._doubted = -1.0
         self._timer: asyncio.TimerHandle | None = None
@@ -105,10 +106,10 @@ class _Watch:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
         if self._waiter is not None:
-            self._waiter.remove_done_callback(self._end)
             self._waiter.cancel()
             await asyncio.gather(self._waiter, return_exceptions=True)
 
@@ -144,7 +145,10 @@ class _Watch:
             self._end()
 
     def _end(self, _: object = None) -> None:
-        if not self.scope.expired() and (self._waiter is None or not self._waiter.cancelled()):
+        # The cut may come in the same turn of the event loop as the stream's end.
+        if self._is_over or self.scope.expired():
+            return
+        if self._waiter is None or not self._waiter.cancelled():
             self.scope.reschedule(self._loop.time())
 
 
