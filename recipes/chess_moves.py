@@ -24,6 +24,7 @@ the training positions. With --overfit, it sees only those N: it is too small to
 new positions.
 """
 
+from pathlib import Path
 from statistics import fmean
 
 from ttrl.cli.recipe_script import (
@@ -95,16 +96,17 @@ if __name__ == "__main__":
         held_out = get_chess_tasks(
             "validation", path=arguments.data, style=style, legal_reward=legal_reward
         )[:200]
-    if not (arguments.check or arguments.tiny):
-        if not arguments.model:
-            which = {"path": arguments.data, "style": style, "positions": arguments.overfit}
-            examples = legal_move_examples(STEPS * BATCH, arguments.task_seed, **which)
-            model = supervised_start(
-                model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256
-            )
-        elif rookworld:
-            model = with_plain_template(model, arguments.run / "start")
-        config.model = str(model)
+
+    def start() -> Path:
+        if arguments.model:
+            return with_plain_template(str(model), arguments.run / "start")
+        which = {"path": arguments.data, "style": style, "positions": arguments.overfit}
+        examples = legal_move_examples(STEPS * BATCH, arguments.task_seed, **which)
+        return supervised_start(
+            Path(model), examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256
+        )
+
+    is_made_here = rookworld or not arguments.model
     asked = tasks[: arguments.overfit] if arguments.overfit else held_out
     chance = fmean([task.grader.chance() for task in asked] or [0.0])
     judged = "reward of greedy replies" if rookworld else "best moves found"
@@ -115,5 +117,6 @@ if __name__ == "__main__":
             tasks,
             held_out,
             f"{judged} ({chance:.3f} of random legal moves are best)",
+            start=start if is_made_here else None,
         )
     )

@@ -16,6 +16,7 @@ longer ended its replies. Interrupt it at any time; the same command continues.
 
 import functools
 import random
+from pathlib import Path
 
 from ttrl import Task
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments, supervised_start
@@ -81,21 +82,10 @@ def random_games(count: int, seed: int) -> list[dict]:
 
 if __name__ == "__main__":
     arguments = script_arguments(__doc__, run="runs/guess_number", iterations=30)
-    start = arguments.run / "warm_start"
-    if not arguments.check:  # a tiny model that knows the rules
-        games = random_games(STEPS * BATCH, arguments.seed)
-        start = supervised_start(
-            start,
-            games,
-            steps=STEPS,
-            batch_size=BATCH,
-            seed=arguments.seed,
-            seq_len=256,
-            rows_per_microbatch=16,
-        )
+    folder = arguments.run / "warm_start"
     config = recipe_config(
         arguments,
-        model=str(start),
+        model=str(folder),
         tasks_per_iteration=32,
         samples_per_task=16,
         max_tokens=3,
@@ -109,4 +99,19 @@ if __name__ == "__main__":
         },
         validation_metric="won",
     )
-    print(run_recipe(arguments, config, tasks(512, "train"), tasks(128, "validation"), "games won"))
+
+    def start() -> Path:
+        """Make a tiny model that knows the rules."""
+        games = random_games(STEPS * BATCH, arguments.seed)
+        return supervised_start(
+            folder,
+            games,
+            steps=STEPS,
+            batch_size=BATCH,
+            seed=arguments.seed,
+            seq_len=256,
+            rows_per_microbatch=16,
+        )
+
+    train, held_out = tasks(512, "train"), tasks(128, "validation")
+    print(run_recipe(arguments, config, train, held_out, "games won", start=start))

@@ -24,6 +24,8 @@ hardly to count: 0.03 of its samples were right at the beginning and 0.27 at the
 greedy held-out replies 0.156 and 0.281 (0.186 to 0.401). Chance is 0.25.
 """
 
+from pathlib import Path
+
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments, supervised_start
 from ttrl.tasks.letter_counting import get_letter_counting_tasks, letter_counting_examples
 
@@ -46,29 +48,16 @@ if __name__ == "__main__":
         "total_steps": max(8, 4 * arguments.iterations),
     }
     sizes = {"tasks_per_iteration": 64, "max_tokens": 24, "seq_len": 512}
-    model = arguments.model
+    folder = arguments.run / "warm_start"
     questions = 256
     partial_credit = 0.0
-    if model:
+    if arguments.model:
         training = {"updates_per_iteration": 2, "lr": 2e-5}
         sizes = {"tasks_per_iteration": 8, "max_tokens": 64, "seq_len": 1024}
         questions, partial_credit = 64, 0.2  # most of a small model's answers have no number at all
-    else:
-        examples = letter_counting_examples(
-            STEPS * BATCH,
-            seed=arguments.seed,
-            max_length=KNOWN,
-            spelled=True,
-            count_weights=(16, 16, 4, 1),
-        )
-        model = arguments.run / "warm_start"
-        if not arguments.check:
-            model = supervised_start(
-                model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed
-            )
     config = recipe_config(
         arguments,
-        model=str(model),
+        model=arguments.model or str(folder),
         samples_per_task=8,
         training=training,
         validation_metric="exact",
@@ -78,4 +67,19 @@ if __name__ == "__main__":
         "train", n=4096, seed=arguments.task_seed, max_length=LONGEST, partial_credit=partial_credit
     )
     held_out = get_letter_counting_tasks("validation", n=questions, max_length=LONGEST)
-    print(run_recipe(arguments, config, tasks, held_out, "words counted right"))
+
+    def start() -> Path:
+        examples = letter_counting_examples(
+            STEPS * BATCH,
+            seed=arguments.seed,
+            max_length=KNOWN,
+            spelled=True,
+            count_weights=(16, 16, 4, 1),
+        )
+        return supervised_start(
+            folder, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed
+        )
+
+    what = "words counted right"
+    first = None if arguments.model else start
+    print(run_recipe(arguments, config, tasks, held_out, what, start=first))

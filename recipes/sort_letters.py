@@ -12,6 +12,8 @@ With --model, a chat model is warmed up instead, on words of 3 and 4 letters, an
 rewards alone to sort words of up to 6 letters.
 """
 
+from pathlib import Path
+
 from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments, supervised_start
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 
@@ -43,22 +45,10 @@ if __name__ == "__main__":
         known = 4
         longest = 6
         questions = 128
-    model = arguments.model or arguments.run / "warm_start"
-    if not arguments.check:
-        examples = sort_letters_examples(steps * batch_size, seed=arguments.seed, max_length=known)
-        model = supervised_start(
-            arguments.run / "warm_start",
-            examples,
-            steps=steps,
-            batch_size=batch_size,
-            seed=arguments.seed,
-            lr=lr,
-            rows_per_microbatch=rows,
-            model=arguments.model or None,
-        )
+    folder = arguments.run / "warm_start"
     config = recipe_config(
         arguments,
-        model=str(model),
+        model=arguments.model or str(folder),
         training=training,
         validation_metric="exact",
         stop_at=0.92,
@@ -68,4 +58,18 @@ if __name__ == "__main__":
         "train", n=4096, seed=arguments.task_seed, max_length=longest, length_exponent=2
     )
     held_out = get_sort_letters_tasks("validation", n=questions, max_length=longest)
-    print(run_recipe(arguments, config, tasks, held_out, "words sorted exactly"))
+
+    def start() -> Path:
+        examples = sort_letters_examples(steps * batch_size, seed=arguments.seed, max_length=known)
+        return supervised_start(
+            folder,
+            examples,
+            steps=steps,
+            batch_size=batch_size,
+            seed=arguments.seed,
+            lr=lr,
+            rows_per_microbatch=rows,
+            model=arguments.model or None,
+        )
+
+    print(run_recipe(arguments, config, tasks, held_out, "words sorted exactly", start=start))

@@ -607,6 +607,25 @@ def test_a_chat_model_is_warmed_up_first(
     assert not asked & {task.messages[0]["content"] for task in held_out}
 
 
+@pytest.mark.parametrize("name", ["sort_letters", "letter_counting", "guess_number"])
+def test_a_wrong_setting_is_refused_before_a_warm_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    """Also one that only a check of all settings finds."""
+    started: list[object] = []
+    monkeypatch.setattr(
+        "ttrl.cli.recipe_script.tune", lambda config, *given, **named: started.append(config)
+    )
+    wrong = ("--set", "entropy_coefficient=0.01", "entropy_schedule=linear")
+    with pytest.raises(ConfigError, match="without entropy_until_step"):
+        run(name, monkeypatch, "--run", str(tmp_path / "run"), *wrong)
+    assert not started and not trained and not (tmp_path / "run").exists()
+    run(name, monkeypatch, "--run", str(tmp_path / "run"))
+    ((config, _, _),) = trained
+    assert len(started) == 1
+    assert config.model == str(tmp_path / "run/warm_start/checkpoint")
+
+
 def test_levels_of_puzzles(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

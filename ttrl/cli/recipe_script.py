@@ -352,8 +352,13 @@ def run_recipe(
     tasks: Sequence[Task],
     validation_tasks: Sequence[Task],
     what: str,
+    *,
+    start: Callable[[], Path] | None = None,
 ) -> str:
     """Train; return `what` of the held-out tasks before and after, and the place of the results.
+
+    start: makes the first model, such as by a supervised warm start, and returns its folder. It is
+    called once all else is checked, unless `--set model=…` or --tiny give another model.
 
     With --check, only check; with --tiny, try the recipe out. Raises the errors of `train`.
 
@@ -371,6 +376,7 @@ def run_recipe(
         tasks = [task(number) for number in range(100)]
         print(run_recipe(arguments, config, tasks[:84], tasks[84:], what="right sums"))
     """
+    own_model = config.model
     config, problems = with_settings(config, getattr(arguments, "set", ()))
     if getattr(arguments, "tiny", False):
         config, tasks, validation_tasks = _tiny(
@@ -403,6 +409,9 @@ def run_recipe(
             f"{len(tasks)} tasks ({prompts}), {len(validation_tasks)} held out; the settings are "
             "right"
         )
+    if start is not None and config.model == own_model:
+        checked(config, tasks, validation_tasks, model=False)
+        config = dataclasses.replace(config, model=str(start()))
     if asked is not None:
         print("planning, with a short run to measure (a minute or two)", file=sys.stderr)
         made = asked.plan(config, tasks, validation_tasks)
