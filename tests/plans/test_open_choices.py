@@ -185,6 +185,42 @@ def test_a_trainer_that_works_in_a_host_too_small_for_it_is_refused():
     assert parked.problem is None  # read from files instead
 
 
+@pytest.mark.parametrize(
+    ("model", "settings", "longest"),
+    [
+        ({"max_position_embeddings": 512}, {}, 512),
+        ({"n_positions": 512}, {}, 512),
+        ({"text_config": {"max_position_embeddings": 512}}, {}, 512),
+        ({"max_position_embeddings": 4096}, {"server": {"max_model_len": 512}}, 512),
+        ({"max_position_embeddings": 512}, {"server": {"max_model_len": 2048}}, 2048),
+        ({"max_position_embeddings": 512, "rope_scaling": {"factor": 4.0}}, {}, None),
+        (
+            {"max_position_embeddings": 512, "rope_parameters": {"full": {"factor": 4.0}}},
+            {},
+            None,
+        ),
+        ({"max_position_embeddings": 512}, {"joined_servers": ["http://other:8000/v1"]}, None),
+        ({}, {}, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gpus", [[], [80 * GB]], ids=["cpu", "gpu"])
+def test_completions_beyond_the_context_are_refused(model, settings, longest, gpus):
+    """vLLM answers each such request with HTTP 400, once servers and trainer are up."""
+    shape = MODELS["qwen2.5_0.5b"]
+    if "text_config" in model:
+        model = {"text_config": shape | model["text_config"]}
+    else:
+        model = shape | model
+    for length in (511, 512, 2047, 2048):
+        config = config_of(max_tokens=length, seq_len=8192, **settings)
+        if longest is None or length < longest:
+            refuse(choose(model, config, gpus, host=64 * GB))
+            continue
+        with pytest.raises(ConfigError, match=rf"max_tokens is {length}, but .* {longest} tokens"):
+            refuse(choose(model, config, gpus, host=64 * GB))
+
+
 def test_it_is_said_where_save_every_has_to_give_way(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2.5_7b"]))
     config = dataclasses.replace(config_of(save_every=5), model=str(tmp_path))

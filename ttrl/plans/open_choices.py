@@ -17,6 +17,7 @@ from typing import Any
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.parameters import decoder_parameters
 from ttrl.errors import ConfigError
+from ttrl.families.values import model_settings
 from ttrl.plans.fitting import Fit, Placed
 from ttrl.plans.memory_plan import cpu_needs
 from ttrl.plans.open_settings import (
@@ -50,6 +51,9 @@ def choose(
 
     Raises ConfigError, ModelFolderError.
     """
+    too_long = _beyond_context(model, config)
+    if too_long is not None:
+        return Choices(config, problem=too_long)
     if not gpus or config.device == "cpu":
         if config.placement != "split":
             return _on_cpu(model, config, host)
@@ -72,6 +76,27 @@ def choose(
         return best
     advice = "; or ".join(ways)
     return dataclasses.replace(best, problem=f"{best.problem}; what would fit: {advice}")
+
+
+def _beyond_context(model: Mapping[str, Any], config: TrainConfig) -> str | None:
+    """Describe completions that leave no room for a prompt: vLLM refuses each such request. None
+    also for a scaled RoPE, whose context only vLLM knows, and for servers started by hand.
+    """
+    settings = model_settings(model)
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    by_layer = [one for one in rope.values() if isinstance(one, Mapping)]
+    is_scaled = any("factor" in one for one in (rope, *by_layer))
+    context = config.context
+    whose = "server: max_model_len"
+    if context is None and not (is_scaled or config.joined_servers):
+        context = settings.get("max_position_embeddings")
+        whose = "the model's max_position_embeddings"
+    if not isinstance(context, int) or config.max_tokens < context:
+        return None
+    return (
+        f"max_tokens is {config.max_tokens}, but prompt and completion may have {context} tokens "
+        f"together ({whose}): vLLM would refuse every request; set max_tokens below it"
+    )
 
 
 def _on_cpu(model: Mapping[str, Any], config: TrainConfig, memory: float | None) -> Choices:
