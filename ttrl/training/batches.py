@@ -161,7 +161,7 @@ def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None =
     if longest > context:
         raise PackError(
             f"a packed sample has {longest} positions, but the model's context is {context}; "
-            "lower max_tokens"
+            "lower max_tokens, or remove longer examples"
         )
     made_with = packed.metadata.get(TOKENIZER_KEY)
     if model is not None:
