@@ -169,23 +169,25 @@ class RunComparison:
 
     def matched(self) -> str:
         """Name the point of comparison."""
-        if self.by == "seconds":
-            how_many = duration(self.reached)
-        else:
-            how_many = f"{si_spaced(self.reached)}{UNITS[self.by]}"
-        if self.by == "iteration":
-            where = f"iteration {self.reached:g}"
-        else:
-            where = how_many
         if self.apart is None:
             return (
-                f"compared at {where}, the furthest point of all runs, on {self.num_tasks} shared "
-                "held-out tasks"
+                f"compared at {self._amount(self.reached)}, the furthest point of all runs, on "
+                f"{self.num_tasks} shared held-out tasks"
             )
+        costs = [point.spent[self.by] or 0.0 for point in self.arms[0].points]
+        ends = dict.fromkeys([self._amount(min(costs)), self._amount(max(costs))])
         return (
-            f"compared seed by seed at about {where}, the furthest point of all arms, at most "
-            f"{100 * self.apart:.2f}% apart, on {self.num_tasks} shared held-out tasks"
+            f"compared seed by seed at about {' to '.join(ends)}, the furthest point of all arms, "
+            f"at most {100 * self.apart:.2f}% apart, on {self.num_tasks} shared held-out tasks"
         )
+
+    def _amount(self, value: float) -> str:
+        """Write a cost with its unit."""
+        if self.by == "seconds":
+            return duration(value)
+        if self.by == "iteration":
+            return f"iteration {value:g}"
+        return f"{si_spaced(value)}{UNITS[self.by]}"
 
     def verdicts(self) -> list[str]:
         """Judge each further arm against the first, with the certainty.
