@@ -10,8 +10,9 @@ The study reports
               δH₁ = η⟨∇H, v⟩ and the second order
     parts     ⟨∇H, v⟩ from this step's gradient, from earlier ones through the momentum, and from
               weight decay
-    tokens    those with the largest effect on the entropy, and the reasons for differences of
-              sampler and trainer (`ttrl.instruments.tokens`)
+    tokens    those with the largest effect on the entropy, the part of those with a high covariance
+              in the step's, and the reasons for differences of sampler and trainer
+              (`ttrl.instruments.tokens`)
     effects   of each answer of the update on the entropy (`ttrl.instruments.sequence_effects`)
     kernel    the Fisher kernel between answers, on request (`ttrl.instruments.fisher`)
 
