@@ -29,7 +29,10 @@ half an hour on two cores (34 iterations, bf16), all samples got it. Of 200 held
 were right before, 0.055 after 16 iterations, and 0.035 after 32: no more than chance.
 """
 
+import argparse
+
 from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
+from ttrl.errors import UserError
 from ttrl.tasks.gsm8k import get_gsm8k_tasks, gsm8k_examples
 
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -53,10 +56,26 @@ PRESETS = {
     },
 }
 
+
+def options(parser: argparse.ArgumentParser) -> None:
+    own = "settings of the supervised training of --preset entropy-study: lr=1e-4"
+    parser.add_argument(
+        "--sft", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=own
+    )
+
+
 if __name__ == "__main__":
     arguments = script_arguments(
-        __doc__, run="runs/gsm8k", iterations=64, model=MODEL, data="openai/gsm8k", presets=PRESETS
+        __doc__,
+        run="runs/gsm8k",
+        iterations=64,
+        model=MODEL,
+        data="openai/gsm8k",
+        presets=PRESETS,
+        options=options,
     )
+    if arguments.sft and arguments.preset != "entropy-study":
+        raise UserError("--sft is for --preset entropy-study; leave it out")
     config = recipe_config(
         arguments,
         tasks_per_iteration=32,

@@ -353,11 +353,21 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, t
     for looked in ({"check": True}, {"plan": PROBED}, {"tiny": True}):
         arguments = given(tmp_path, **{"tiny": False, **looked})
         assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
-    assert "start: 1 process in fp32, each with up to" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "start: 1 process in fp32, each with up to" in shown.out
+    assert "--tiny leaves out the supervised training" in shown.err
     for looked in ({"check": True}, {}):
         wrong = dataclasses.replace(start, settings={"batch_size": 0})
         with pytest.raises(ConfigError, match="start: batch_size is 0"):
             supervised_first(given(tmp_path, tiny=False, **looked), config, TASKS, HELD_OUT, wrong)
+    for text, said in (
+        ("batch_size=0", "start: batch_size is 0"),
+        ("flops=1", "--sft: flops is the same"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            supervised_first(
+                given(tmp_path, tiny=False, sft=[text]), config, TASKS, HELD_OUT, start
+            )
     with pytest.raises(ConfigError, match="max_tokens is 0"):
         supervised_first(
             given(tmp_path, tiny=False, set=["max_tokens=0"]), config, TASKS, HELD_OUT, start

@@ -26,7 +26,13 @@ from ttrl.instruments import precision
 from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only, part_of
 from ttrl.instruments.linear_response import inner, moved
-from ttrl.instruments.precision_sweep import DtypeSweep, PrecisionSweep, SweepPoint, sweep_text
+from ttrl.instruments.precision_sweep import (
+    DtypeSweep,
+    PrecisionSweep,
+    SweepPoint,
+    dtype_sweep,
+    sweep_text,
+)
 from ttrl.instruments.study import study
 from ttrl.instruments.study_pictures import draw_noise, draw_tokens
 from ttrl.instruments.study_report import headline, known
@@ -555,6 +561,22 @@ def test_an_end_at_the_edge_of_the_sweep_is_only_a_bound(ends, text):
         dtype="fp32", device="cpu", points=points, precision_ends=low, linearity_ends=high
     )
     assert text in sweep_text(PrecisionSweep(slope=1.0, lr=1.0, sweeps=[sweep]))
+
+
+def test_a_lone_point_below_the_noise_is_no_precision():
+    """bf16 may hit a small change by chance, as in a study of SmolLM2."""
+    exact = {eta: eta - 0.4 * eta**2 for eta in (0.001, 0.01, 0.1, 0.25, 1.0)}
+    measured = {
+        "fp64": exact,
+        "fp32": exact | {0.001: 0.0013},
+        "bf16": {eta: value + 0.05 for eta, value in exact.items()} | {0.001: 0.001},
+    }
+    found = {name: dtype_sweep(name, "cpu", one, exact, 1.0) for name, one in measured.items()}
+    ends = {name: (one.precision_ends, one.linearity_ends) for name, one in found.items()}
+    assert ends == {"fp64": (0.001, 0.25), "fp32": (0.01, 0.25), "bf16": (None, None)}
+    text = sweep_text(PrecisionSweep(slope=1.0, lr=1.0, sweeps=list(found.values())))
+    assert "bf16 on the CPU: nowhere in this sweep" in text
+    assert "fp32 on the CPU: from 0.01 (below: rounding) to 0.25" in text
 
 
 def test_precision_ends_later_in_wider_dtypes(run, tmp_path, capsys):

@@ -24,6 +24,7 @@ memory of all arms are checked before the first one starts.
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,9 +288,13 @@ def supervised_first(
     includes this training. Raises the errors of `run_recipe` and `supervised_run`.
     """
     if arguments.tiny:
+        print("--tiny leaves out the supervised training before the run", file=sys.stderr)
         return config
     own, problems = with_settings(config, arguments.set)
-    wrong = setting_problems("start", start_settings(own, start.settings, cuda=False))
+    given, wrong = sft_settings_in(getattr(arguments, "sft", ()))
+    wrong = [f"--sft: {problem}" for problem in wrong]
+    start = dataclasses.replace(start, settings={**start.settings, **given})
+    wrong += setting_problems("start", start_settings(own, start.settings, cuda=False))
     if wrong or not (arguments.check or arguments.plan):
         checked(own, tasks, held_out, model=not arguments.check, problems=problems + wrong)
     if arguments.check or problems:

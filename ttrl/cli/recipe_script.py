@@ -171,6 +171,8 @@ def script_arguments(
     arguments.own_set = arguments.set
     arguments.set = implied + arguments.own_set
     arguments.run = arguments.run.absolute()
+    if arguments.plan is not None and arguments.check:
+        arguments.plan = dataclasses.replace(arguments.plan, probe=False)
     if arguments.plan is not None and not arguments.plan.probe:
         arguments.check = True  # such a plan needs no model made by the recipe first
     print(f"{parser.prog}: making the tasks", file=sys.stderr)

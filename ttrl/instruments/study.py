@@ -42,6 +42,7 @@ run trains adapters. Never run on a GPU.
 
 import contextlib
 import dataclasses
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,6 +98,8 @@ from ttrl.training.prepass import Prepass
 from ttrl.training.resident import Trained, load_trained
 from ttrl.training.step import GradientStep, StepResult
 from ttrl.training.timing import Stopwatch
+
+logger = logging.getLogger(__name__)
 
 StudyDtype = Literal["fp32", "fp64"]
 _DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
@@ -318,6 +321,11 @@ class _Study:
         return optimizer
 
     def run(self, checkpoint: Path, asked: Asked) -> dict[str, Any]:
+        logger.info(
+            "studying optimizer step %d, made of %d answers",
+            self.trained.stepper.global_step + 1,
+            len(self.step.rows.samples),
+        )
         found: dict[str, Any] = {
             "checkpoint": str(checkpoint),
             "global_step": self.trained.stepper.global_step + 1,

@@ -50,10 +50,12 @@ def made_start(
         "data": str(run / "examples.jsonl"),
     }
     fitted = fit_supervised(settings, config, hardware, run)
+    # One answer tells well enough when to stop; a run may ask for eight.
+    once = dataclasses.replace(held_out_config(served, start.metric), validation_samples=1)
     return supervised_run(
         run,
         fitted.settings,
-        HeldOut(held_out, held_out_config(served, start.metric)),
+        HeldOut(held_out, once),
         by="steps",
         marks=start.marks,
         stop_at=start.stop_at,
