@@ -72,6 +72,15 @@ def test_options_of_recipes_are_settings_of_the_run():
     }
 
 
+def test_a_check_plans_without_a_run():
+    """`--plan` alone measures in a short run, and `--check` promises none."""
+    recipe = {"run": "r", "iterations": 1, "model": "m"}
+    asked = recipe_script.script_arguments(None, **recipe, argv=["--plan"])
+    assert asked.plan.probe and not asked.check
+    asked = recipe_script.script_arguments(None, **recipe, argv=["--check", "--plan"])
+    assert asked.check and not asked.plan.probe
+
+
 def test_former_spellings_go_on_to_work():
     parser = argparse.ArgumentParser()
     evaluate.add_eval(parser)
