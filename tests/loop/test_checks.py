@@ -208,7 +208,9 @@ def work(*_, **__):
     print("at work", flush=True)
     time.sleep(60)
 ttrl.loop.train.local_model = work
-config = TrainConfig(run=sys.argv[1], model="tiny", iterations=1, tasks_per_iteration=1)
+config = TrainConfig(
+    run=sys.argv[1], model="tiny", iterations=1, tasks_per_iteration=1, max_tokens=9
+)
 train(config, [Task([{"role": "user", "content": "x"}], max)], quiet=False)
 """
 

@@ -9,6 +9,7 @@ matrix of pairs is projected, if whole gradients do not fit.
 Shapes: N answers of the entropy batch, M of the update, r sums of a projection.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ttrl.data.packing.pack import IGNORE_LABEL
 from ttrl.instruments.entropy_batch import EntropyBatch
 from ttrl.instruments.fisher import (
     MOST_WHOLE,
@@ -32,6 +34,7 @@ from ttrl.instruments.fisher import (
     score_split,
 )
 from ttrl.instruments.linear_response import Vector
+from ttrl.training.batches import Update as Step
 
 
 @dataclass(frozen=True)
@@ -306,6 +309,39 @@ def _kernel(
             torch.tensor(rows.weights, dtype=torch.float64),
         ),
     )
+
+
+def token_parts(
+    step: Step,
+    chosen: Mapping[str, Tensor],
+    force: Callable[[Step], Vector],
+    slope: Vector,
+    pushed: Pushed,
+) -> list[dict[str, object]]:
+    """Return what tokens give to this step's part of ⟨∇H, v⟩: what it loses without their
+    advantages. The first entry is that of all tokens.
+
+    chosen: tokens by name, bool [T] over the step's labels. force: the gradient of a step's
+    objective, -∇loss, in new tensors. slope: ∇H.
+    """
+    rows = step.rows
+    trained = rows.labels != IGNORE_LABEL
+    whole = dot(slope, pushed.current)
+    parts: list[dict[str, object]] = [
+        {"name": "all tokens", "tokens": int(trained.sum()), "slope": whole}
+    ]
+    for name, ours in chosen.items():
+        if not ours.any():
+            parts.append({"name": name, "tokens": 0, "slope": 0.0})
+            continue
+        advantages = rows.advantages.clone()
+        advantages[trained] = advantages[trained].masked_fill(ours, 0.0)
+        others = dataclasses.replace(step, rows=dataclasses.replace(rows, advantages=advantages))
+        rest = force(others)
+        for parameter, scale in pushed.preconditioner.items():
+            rest[parameter] *= scale
+        parts.append({"name": name, "tokens": int(ours.sum()), "slope": whole - dot(slope, rest)})
+    return parts
 
 
 def kernel_facts(kernels: Kernels, effects: Effects, changes: Tensor, eta: float) -> dict[str, Any]:

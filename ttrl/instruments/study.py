@@ -57,7 +57,6 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.errors import UnmovedStepError
 from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
-from ttrl.instruments.fisher import dot
 from ttrl.instruments.held_out import HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
     Response,
@@ -70,7 +69,7 @@ from ttrl.instruments.linear_response import (
 from ttrl.instruments.momentum import Age, ages
 from ttrl.instruments.precision import precision_of, prove_device, prove_model
 from ttrl.instruments.precision_sweep import batches_by_dtype, precision_sweep
-from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts
+from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts, token_parts
 from ttrl.instruments.study_config import StudyDevice, study_config
 from ttrl.instruments.tokens import (
     covariance_outliers,
@@ -403,7 +402,13 @@ class _Study:
             sweep = precision_sweep(batches, self.start, update.whole(), found, self.eta)
             found["precision_sweep"] = sweep.to_json()
         found["ages"] = [vars(one) for one in self._ages(slope, update)]
-        found["covariance"]["parts"] = self._covariance_parts(studied, slope, pushed)
+        chosen = tokens_of_high_covariance(
+            studied.rows,
+            self._logprobs(studied),
+            self.config,
+            self.config.seed + self.trained.stepper.global_step,
+        )
+        found["covariance"]["parts"] = token_parts(studied, chosen, self._force, slope, pushed)
         answers = Answers(
             own=made_of,
             batch=batch,
@@ -451,34 +456,6 @@ class _Study:
             tensor *= self.clipped
         others = {"earlier": update.earlier, "decay": update.decay}
         return Pushed(update.current, others, scale)
-
-    def _covariance_parts(
-        self, step: Step, slope: Vector, pushed: Pushed
-    ) -> list[dict[str, object]]:
-        """Measure what tokens of high covariance give to this step's part of ⟨∇H, v⟩: what is lost
-        without their advantages. The first part is that of all tokens.
-        """
-        rows = step.rows
-        trained = rows.labels != IGNORE_LABEL
-        seed = self.config.seed + self.trained.stepper.global_step
-        logprobs = self._logprobs(step)
-        whole = dot(slope, pushed.current)
-        parts: list[dict[str, object]] = [
-            {"name": "all tokens", "tokens": len(logprobs), "slope": whole}
-        ]
-        for name, chosen in tokens_of_high_covariance(rows, logprobs, self.config, seed).items():
-            if not chosen.any():
-                parts.append({"name": name, "tokens": 0, "slope": 0.0})
-                continue
-            advantages = rows.advantages.clone()
-            advantages[trained] = advantages[trained].masked_fill(chosen, 0.0)
-            others = dataclasses.replace(rows, advantages=advantages)
-            force = self._force(dataclasses.replace(step, rows=others))
-            for parameter, scale in pushed.preconditioner.items():
-                force[parameter] *= scale
-            rest = dot(slope, force)
-            parts.append({"name": name, "tokens": int(chosen.sum()), "slope": whole - rest})
-        return parts
 
     def _force(self, step: Step) -> Vector:
         """Return the gradient of a step's objective, downhill and not clipped."""
