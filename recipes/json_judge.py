@@ -7,7 +7,9 @@ quickstart's task: right objects, and objects with a wrong value, a missing key,
 number. It is asked about replies to held-out sentences first, and then serves while the policy
 trains. The exact grader only watches. In a run, its `exact` rose for ten iterations and then fell,
 while the judge's marks stayed high. The policy had found a blind spot: objects without commas. The
-judge's examples have none. Interrupt it at any time; the same command continues.
+judge's examples have none. In another, the policy ended after two iterations in long replies
+without an end, all with the same mark (docs/results.md). Interrupt it at any time; the same command
+continues.
 """
 
 import argparse
