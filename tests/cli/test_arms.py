@@ -342,10 +342,17 @@ def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
 
 
 def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, tmp_path, capsys):
-    """Unless it is only looked at; with what is wrong said before anything is trained; the same
-    command finds it there again.
+    """Unless it is only looked at; with what is wrong said before anything is trained; with one
+    answer to each held-out task, whatever the run asks for. The same command finds it there again.
     """
-    config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, max_tokens=9)
+    config = TrainConfig(
+        run=str(tmp_path / "run"),
+        model=str(model),
+        iterations=2,
+        max_tokens=9,
+        validation_samples=8,
+        validation_temperature=0.0,
+    )
     right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
     start = Supervised(
         EXAMPLES, {"batch_size": 2, "seq_len": 64, "lr": 1e-3}, marks=[2, 3], stop_at=right + 0.01
@@ -378,6 +385,8 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, t
     assert first == dataclasses.replace(
         config, model=str(tmp_path / "run/start/iterations/0002/checkpoint")
     )
+    start_rows = RunFolder(tmp_path / "run/start").metrics()
+    assert {row.validation_samples for row in start_rows} == {len(HELD_OUT)}
     trained = len(world)
     assert (
         supervised_first(arguments, config, TASKS, HELD_OUT, start) == first
