@@ -224,6 +224,27 @@ def test_a_reward_for_form_alone_makes_no_group_right():
     assert advantages_of(results, AdvantageConfig()).groups.all_right == 1
 
 
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["reply/exact"], "all_wrong"),
+        (["exact", "reply/exact"], "all_right"),
+        (["reply/exact", "form/exact"], "all_right"),
+        (["reply/inexact"], "all_right"),
+    ],
+)
+def test_the_exact_part_of_a_combined_grader_says_what_is_wrong(names, reason):
+    """Found with a judge: it gave 0.4 to every reply, no reply was right, and all groups were
+    called right. Several parts with the metric do not decide; the rewards do.
+    """
+    results = [group("a", [0.4, 0.4]), group("b", [0.0, 0.4])]
+    for result in results:
+        for sample in result.samples:
+            sample.metrics = {name: float(name == "exact") for name in names}
+    groups = advantages_of(results, AdvantageConfig()).groups
+    assert groups.to_json()[reason] == 1 and groups.kept == 1
+
+
 def test_the_chess_log_formula(caplog):
     """A = clip((r - mean)/max(std, 0.05), ±2), with a warning on low std."""
     lists = [[1.0] + [0.0] * 9, [0.5, 0.52], [0.0, 1.0]]

@@ -23,7 +23,7 @@ from ttrl.configs.data import AdvantageConfig, AdvantageKind
 from ttrl.data.shaping import shaped_rewards
 from ttrl.errors import ConfigError, UserError
 from ttrl.facts import AdvantageFigures, Groups
-from ttrl.records import TaskResult
+from ttrl.records import Sample, TaskResult
 from ttrl.text import present
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _with_signal(
     """Return the places of the groups with different shaped rewards, and counts of the others by
     reason.
 
-    "all_right" and "all_wrong" are groups with all samples, or none, "exact" by their grader.
+    "all_right" and "all_wrong" are groups with all samples, or none, exact by their grader.
     Without such a metric, they are those with only the highest or only the lowest reward of the
     batch; if all groups have the same one, it is wrong unless positive. "other_equal" is the rest
     of the groups with one reward, "too_few" those with fewer than two graded samples. The graders'
@@ -193,7 +193,7 @@ def _with_signal(
     places = []
     for place, (result, compared) in enumerate(zip(results, shaped, strict=True)):
         rewards = result.rewards
-        exact = {sample.metrics.get("exact") for sample in result.graded}
+        exact = {_exact(sample) for sample in result.graded}
         if len(rewards) < 2:
             counts["too_few"] += 1
         elif has_signal(compared):
@@ -209,6 +209,18 @@ def _with_signal(
         else:
             counts["other_equal"] += 1
     return places, counts
+
+
+def _exact(sample: Sample) -> float | None:
+    """Return the metric "exact", or that of a combined grader's only part with one: "NAME/exact".
+    None if there is none, or several.
+    """
+    if "exact" in sample.metrics:
+        return sample.metrics["exact"]
+    of_parts = [value for name, value in sample.metrics.items() if name.endswith("/exact")]
+    if len(of_parts) == 1:
+        return of_parts[0]
+    return None
 
 
 def _centred(rewards: Sequence[float]) -> list[float]:

@@ -11,6 +11,7 @@ process's file writes: servers may have the GPUs by then, and nothing must run t
 
 import contextlib
 import functools
+import gc
 import hashlib
 import itertools
 import logging
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from omegaconf import OmegaConf
 from torch import distributed
-from torch._C._distributed_c10d import FileStore, HashStore
+from torch._C._distributed_c10d import FileStore, HashStore, _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -54,8 +55,8 @@ class Ranks:
     """The grid, with dimensions DATA and TENSOR; None without a process group."""
     tensor_rank: int = 0
     tensor_ranks: int = 1
-    host_group: distributed.ProcessGroup | None = None
-    """All processes, over gloo: for tensors in the CPU's memory. None without a process group."""
+    host_name: Any = None
+    """The name of the host group, or None. Not the group, which ends with its last reference."""
     memory: Callable[[], tuple[float, float]] = memory_bytes
     """Returns the machine's total and free memory in bytes."""
 
@@ -67,6 +68,14 @@ class Ranks:
     @property
     def processes(self) -> int:
         return self.world_size * self.tensor_ranks
+
+    @property
+    def host_group(self) -> distributed.ProcessGroup | None:
+        """All processes, over gloo: for tensors in the CPU's memory. None without a process
+        group."""
+        if self.host_name is None:
+            return None
+        return _resolve_process_group(self.host_name)
 
     @property
     def data_group(self) -> distributed.ProcessGroup | None:
@@ -292,10 +301,22 @@ def ranks(
         join(store=store, rank=int(os.environ["RANK"]), world_size=world_size)
     else:
         join()
+    here = grid(device, config.tensor_parallel, timeout)
     try:
-        yield grid(device, config.tensor_parallel, timeout)
+        yield here
     finally:
-        distributed.destroy_process_group()
+        _leave(here)
+
+
+def _leave(here: Ranks) -> None:
+    """Destroy the process group, and wait for gloo's workers. A worker needs the GIL to free its
+    last message. If Python ends first, the process aborts (SIGABRT) with its work done.
+    """
+    assert here.mesh is not None
+    # Only a group's destructor waits, and meshes keep their groups; so do cycles in FSDP's modules.
+    getattr(here.mesh, "_pg_registry", {}).clear()
+    gc.collect()
+    distributed.destroy_process_group()
 
 
 def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = None) -> Ranks:
@@ -317,7 +338,7 @@ def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = No
         mesh=mesh,
         tensor_rank=mesh.get_local_rank(TENSOR),
         tensor_ranks=tensor_ranks,
-        host_group=distributed.new_group(backend="gloo", timeout=timeout),
+        host_name=distributed.new_group(backend="gloo", timeout=timeout).group_name,
     )
 
 
