@@ -40,6 +40,8 @@ FORM = {
     "structured_outputs": {"regex": "Score: ([0-9]|10)"},
 }
 CONTEXT = 1024
+ENDLESS = 160
+"""Letters of a reply that is cut off."""
 STEPS = 120
 """Of the judge, on 8 examples each."""
 NOWHERE = "http://127.0.0.1/v1"
@@ -69,9 +71,17 @@ def replies(task: Task, other: Task) -> dict[str, str]:
         "a missing key": {key: facts[key] for key in (first, second)},
         "a wrong key": {"id": facts[first], second: facts[second], third: facts[third]},
     }
+    fields = right[1:-1]
+    broken = {
+        "no commas": right.replace(",", ""),
+        "no closing brace": right[:-1],
+        "an object without an end": f"{{{fields}, {fields}, {fields}"[:ENDLESS],
+        "prose without an end": " ".join([sentence] * 6)[:ENDLESS],
+    }
     return {
         "right": right,
         **{kind: json.dumps(found) for kind, found in objects.items()},
+        **broken,
         "a code block": f"```json\n{right}\n```",
         "no object": sentence,
         "words around it": f"{sentence}\n\n{right}",
