@@ -56,13 +56,14 @@ def judge_of(task: Task, address: str = NOWHERE) -> Judge:
     )
 
 
-def replies(task: Task, other: Task) -> dict[str, str]:
+def replies(task: Task, other: Task, indent: int | None) -> dict[str, str]:
     """A right reply, and one of each kind of mistake, by kind. `other` has the same keys."""
     facts = json.loads(task.grader.reference())
     others = json.loads(other.grader.reference())
     first, second, third = facts
     sentence = task.messages[-1]["content"].partition("\n")[0]
-    right = json.dumps(facts)
+    right = json.dumps(facts, indent=indent)
+    nested = {first: {second: facts[second], third: facts[third]}}
     objects = {
         "another value": facts | {second: others[second]},
         "another number": facts | {third: others[third]},
@@ -70,21 +71,20 @@ def replies(task: Task, other: Task) -> dict[str, str]:
         "a number as text": {key: str(value) for key, value in facts.items()},
         "a missing key": {key: facts[key] for key in (first, second)},
         "a wrong key": {"id": facts[first], second: facts[second], third: facts[third]},
-    }
-    fields = right[1:-1]
-    broken = {
-        "no commas": right.replace(",", ""),
-        "no closing brace": right[:-1],
-        "an object without an end": f"{{{fields}, {fields}, {fields}"[:ENDLESS],
-        "prose without an end": " ".join([sentence] * 6)[:ENDLESS],
+        "an object within": nested,
     }
     return {
         "right": right,
-        **{kind: json.dumps(found) for kind, found in objects.items()},
-        **broken,
+        **{kind: json.dumps(found, indent=indent) for kind, found in objects.items()},
+        "no commas": right.replace(",", ""),
+        "no closing brace": right.rstrip("}\n"),
+        "an object without an end": f"{right[:-1]},\n{right[1:-1]},\n{right[1:-1]}"[:ENDLESS],
         "a code block": f"```json\n{right}\n```",
+        "a code block without an end": f"```json\n{json.dumps(nested, indent=indent)[:-1]},",
         "no object": sentence,
-        "words around it": f"{sentence}\n\n{right}",
+        "prose without an end": " ".join([sentence] * 6)[:ENDLESS],
+        "words before it": f"{sentence}\n\n{right}",
+        "words after it": f"{right}\n\n{sentence}",
     }
 
 
@@ -106,7 +106,7 @@ def marked(tasks: Sequence[Task], seed: int) -> Iterator[Marked]:
         alike.setdefault(tuple(json.loads(task.grader.reference())), []).append(task)
     for task in tasks:
         keys = tuple(json.loads(task.grader.reference()))
-        found = replies(task, rng.choice(alike[keys]))
+        found = replies(task, rng.choice(alike[keys]), rng.choice([None, 0, 2]))
         mistakes = [kind for kind, reply in found.items() if reply != found["right"]]
         kind = rng.choice(["right", rng.choice(mistakes)])
         message = ChatCompletionMessage(role="assistant", content=found[kind])

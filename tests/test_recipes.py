@@ -358,7 +358,7 @@ def test_the_judges_examples_have_the_grader_s_marks(tmp_path: Path) -> None:
         marks.add(one.answer)
         kinds.add(one.kind)
         right += one.answer == "Score: 10"
-    assert 70 < right < 130 and len(marks) >= 5 and len(kinds) == 14, (marks, kinds)
+    assert 70 < right < 130 and len(marks) >= 5 and len(kinds) == 17, (marks, kinds)
     assert list(names["marked"](tasks, 0)) != list(names["marked"](tasks, 1))
 
 
