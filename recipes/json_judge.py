@@ -3,13 +3,13 @@
     python recipes/json_judge.py [--model smollm2-135m] [--run runs/json_judge] [--seed 0]
 
 Both begin as the same chat model. The judge is trained with supervision on marked replies to the
-quickstart's task: right objects, and objects with a wrong value, a missing key, a text for a
-number. It is asked about replies to held-out sentences first, and then serves while the policy
-trains. The exact grader only watches. In a run, its `exact` rose for ten iterations and then fell,
-while the judge's marks stayed high. The policy had found a blind spot: objects without commas. The
-judge's examples have none. In another, the policy ended after two iterations in long replies
-without an end, all with the same mark (docs/results.md). Interrupt it at any time; the same command
-continues.
+quickstart's task: right objects, and those with one of sixteen mistakes, on one line or several.
+It is asked about replies to held-out sentences first, and then serves while the policy trains. The
+exact grader only watches. In a run, the judge told every right form from the wrong ones, but no
+wrong value from the right one. Exact replies rose until the policy had the form, and fell while the
+judge gave all replies full marks (docs/results.md). Examples that look like the policy's own
+replies matter: with objects on one line only, and no reply without an end, exact replies fell to 0
+within two iterations. Interrupt it at any time; the same command continues.
 """
 
 import argparse
