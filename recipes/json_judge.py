@@ -5,11 +5,11 @@
 Both begin as the same chat model. The judge is trained with supervision on marked replies to the
 quickstart's task: right objects, and those with one of sixteen mistakes, on one line or several.
 It is asked about replies to held-out sentences first, and then serves while the policy trains. The
-exact grader only watches. In a run, the judge told every right form from the wrong ones, but no
-wrong value from the right one. Exact replies rose until the policy had the form, and fell while the
-judge gave all replies full marks (docs/results.md). Examples that look like the policy's own
-replies matter: with objects on one line only, and no reply without an end, exact replies fell to 0
-within two iterations. Interrupt it at any time; the same command continues.
+exact grader only watches. In a run, the judge recognized code blocks, words around an object and
+replies without an end, but no wrong value. Exact replies rose until the policy had the form, and
+fell while the judge gave all replies full marks (docs/results.md). The examples must look like the
+policy's own replies: with objects on one line only, and no reply without an end, exact replies fell
+to 0 within two iterations. Interrupt it at any time; the same command continues.
 """
 
 import argparse

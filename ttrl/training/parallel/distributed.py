@@ -301,22 +301,21 @@ def ranks(
         join(store=store, rank=int(os.environ["RANK"]), world_size=world_size)
     else:
         join()
-    here = grid(device, config.tensor_parallel, timeout)
-    try:
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(distributed.destroy_process_group)
+        here = grid(device, config.tensor_parallel, timeout)
+        leaving.callback(_release_groups, here)
         yield here
-    finally:
-        _leave(here)
 
 
-def _leave(here: Ranks) -> None:
-    """Destroy the process group, and wait for gloo's workers. A worker needs the GIL to free its
-    last message. If Python ends first, the process aborts (SIGABRT) with its work done.
+def _release_groups(here: Ranks) -> None:
+    """Drop all other references to the groups, so that destroying them waits for gloo's workers.
+    A worker needs the GIL to free its last message. If Python ends first, the process aborts
+    (SIGABRT) with its work done.
     """
-    assert here.mesh is not None
     # Only a group's destructor waits, and meshes keep their groups; so do cycles in FSDP's modules.
     getattr(here.mesh, "_pg_registry", {}).clear()
     gc.collect()
-    distributed.destroy_process_group()
 
 
 def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = None) -> Ranks:
