@@ -117,15 +117,15 @@ def test_the_kernel_is_that_of_explicit_gradients(standing, projected):
     effects, kernels = answers.kernels(slope, pushed, 100, kinds)
     wanted = explicit_kernel(found, batch, found._update(found.step), forces)
     kernel = kernels.kinds["adamw"]
-    assert (kernels.sums is not None) == projected
+    assert kernel.pairs is not None and (kernels.sums is not None) == projected
     torch.testing.assert_close(kernel.moves, wanted.sum(dim=1), rtol=1e-6, atol=1e-9)
     if projected:
-        assert kernel.error is not None and kernel.error < 1.5
+        assert kernel.pairs.error is not None and kernel.pairs.error < 1.5
         scale = wanted.abs().max()
-        assert (kernel.effects - wanted[:, order]).abs().max() < 0.2 * scale
+        assert (kernel.pairs.effects - wanted[:, order]).abs().max() < 0.2 * scale
     else:
-        assert kernel.error is None
-        torch.testing.assert_close(kernel.effects, wanted[:, order], rtol=1e-6, atol=1e-9)
+        assert kernel.pairs.error is None
+        torch.testing.assert_close(kernel.pairs.effects, wanted[:, order], rtol=1e-6, atol=1e-9)
     plain = [[dot(g, f) for f in forces] for g in _scores(found, batch)]
     torch.testing.assert_close(
         kernels.kinds["sgd"].moves,

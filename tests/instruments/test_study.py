@@ -775,7 +775,8 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
     (folder / "iterations" / "0000" / "grpo.yaml").write_text(
         yaml.safe_dump(gone | {"packed": "", "state": None})
     )
-    assert main(["study", str(folder), "--sequences", "24", "--dtype", "fp64"]) == 0
+    asked = ["--sequences", "24", "--dtype", "fp64", "--kernel", "5"]
+    assert main(["study", str(folder), *asked]) == 0
     said = capsys.readouterr().out
     found = json.loads((folder / "study" / "study.json").read_text())
     assert (
@@ -783,11 +784,16 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
         and found["gone"] == [3]
         and "starting checkpoints of iterations 3" in said
     )
-    own = study(run, sequences=24, factors=[1.0], dtype="fp64")
+    own = study(run, sequences=24, factors=[1.0], dtype="fp64", kernel=5)
     assert (
         found["steps"][1]["measured"] == own["sweep"][0]["measured"]
         and found["steps"][1]["global_step"] == 2
     )
+    for name in ("sgd", "adamw"):
+        # The same, without the gradients of the update's answers.
+        alone, whole = found["steps"][1]["kinds"][name], own["kernel"]["kinds"][name]
+        assert alone == {key: whole[key] for key in ("fit", "score_form")}
+        assert re.search(rf"K·A of each step's own gradient has the sign of .*\d+% with {name}", said)
     linear = [one for one in found["steps"] if abs(one["second"]) <= abs(one["first"]) / 2]
     assert [one["is_linear"] for one in found["steps"]] == [one in linear for one in found["steps"]]
     assert found["right"] == sum(one["measured"] * one["first"] > 0 for one in found["steps"])

@@ -48,9 +48,11 @@ from torch import Tensor
 
 SUMS = 2**16
 """Sums of a projection: an error of at most 1/181 of |g_i||g_j|, in 256 KB for each gradient."""
-MOST_WHOLE = 10**8
-"""Gradients are held whole, and the kernel is exact, up to so many numbers: 0.8 GB in float64.
-Adapters of a small rank fit for some hundred sequences."""
+MOST_WHOLE = 4 * 10**9
+"""Gradients are held whole, and the kernel is exact, up to so many bytes. In float32, 1,000
+gradients of an adapter with a million parameters fit."""
+
+_COLUMNS = 2**16
 
 
 class Projection:
@@ -86,8 +88,8 @@ class Projection:
 def projection_of(
     parameters: Mapping[str, Tensor], rows: int, seed: int = 0, most_whole: int = MOST_WHOLE
 ) -> Projection | None:
-    """Return a projection for so many gradients, or None if they fit whole."""
-    if rows * sum(one.numel() for one in parameters.values()) <= most_whole:
+    """Return a projection for so many gradients, or None if they fit whole. most_whole: bytes."""
+    if rows * sum(one.nbytes for one in parameters.values()) <= most_whole:
         return None
     return Projection(parameters, SUMS, seed)
 
@@ -98,13 +100,13 @@ def row_of(
     projection: Projection | None = None,
     scale: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return √P·vector as a row [r], float64, projected or whole. scale: P; None: 1. One tensor is
-    scaled at a time.
+    """Return √P·vector as a row [r], projected in float64, or whole in the vector's own dtype.
+    scale: P; None: 1. One tensor is scaled at a time.
     """
     scaled = ((name, _scaled(one, name, scale)) for name, one in vector.items())
     if projection is not None:
         return projection(scaled)
-    return torch.cat([one.flatten().double() for _, one in scaled])
+    return torch.cat([one.flatten() for _, one in scaled])
 
 
 def _scaled(one: Tensor, name: str, scale: Mapping[str, Tensor] | None) -> Tensor:
@@ -121,9 +123,19 @@ def dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 def cosines(rows: Tensor, others: Tensor) -> Tensor:
     """Return the cosines of all pairs of rows [N, M]; 0 for a row of zeros."""
-    norms = rows.norm(dim=1)[:, None] * others.norm(dim=1)[None, :]
-    found: Tensor = rows @ others.T / norms
+    norm = rows.norm(dim=1, dtype=torch.float64)
+    other_norm = others.norm(dim=1, dtype=torch.float64)
+    found: Tensor = products(rows, others) / (norm[:, None] * other_norm[None, :])
     return found.nan_to_num()
+
+
+def products(rows: Tensor, others: Tensor) -> Tensor:
+    """Return the products of all pairs of rows [N, M], in float64. Columns are widened in blocks,
+    so rows in float32 are not copied whole."""
+    found = rows.new_zeros(len(rows), len(others), dtype=torch.float64)
+    for block, other in zip(rows.split(_COLUMNS, 1), others.split(_COLUMNS, 1), strict=True):
+        found += block.double() @ other.double().T
+    return found
 
 
 def projection_error(rows: Tensor, total: Tensor, exact: Tensor) -> float:

@@ -27,6 +27,7 @@ from ttrl.instruments.fisher import (
     cosines,
     dot,
     fit_of,
+    products,
     projection_error,
     projection_of,
     row_of,
@@ -96,22 +97,30 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """Hold the kernel of one preconditioner."""
+class Pairs:
+    """Hold the kernel of one preconditioner by pairs of answers."""
 
     cosines: Tensor
     """Of the gradients of log π, of N answers of the entropy batch and M of the update
     [N + M, N + M]."""
     effects: Tensor
-    """K·A by pairs [N, M]: of each force on each log-probability, per unit of η."""
-    moves: Tensor
-    """Their sums over forces [N], exact."""
+    """K·A [N, M]: of each force on each log-probability, per unit of η."""
     error: float | None
     """`projection_error` of `effects`; None without a projection."""
+    score_split: Split
+    """The effect on the update's own answers by formula (2), per unit of η."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Hold the kernel of one preconditioner."""
+
+    moves: Tensor
+    """K·A [N], summed over the forces: of all of them on each log-probability, per unit of η,
+    exact."""
     score_form: float
     """The effect of the forces on the entropy batch by formula (2), per unit of η, exact."""
-    score_split: Split
-    """The same on the update's own answers, by pairs."""
+    pairs: Pairs | None
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class Answers:
     parameters: Mapping[str, Tensor]
     seed: int = 0
     most_whole: int = MOST_WHOLE
-    """The most numbers of gradients to hold without a projection."""
+    """The most bytes of gradients to hold without a projection."""
 
     def effects(
         self, slope: Vector, pushed: Pushed, rows: Mapping[str, _Rows] | None = None
@@ -189,15 +198,24 @@ class Answers:
         return Effects(split, on_entropy, math.fsum(same_prompt), tasks)
 
     def kernels(
-        self, slope: Vector, pushed: Pushed, count: int, kinds: Mapping[str, Vector | None]
+        self,
+        slope: Vector,
+        pushed: Pushed,
+        count: int,
+        kinds: Mapping[str, Vector | None],
+        pairs: bool = True,
     ) -> tuple[Effects, Kernels]:
         """Do the same, and make the kernels of the first `count` answers of the entropy batch.
-        kinds: preconditioners by name; None: none.
+        kinds: preconditioners by name; None: none. pairs: also of all pairs, at a backward pass for
+        each answer of the update, and a row of each gradient.
         """
         count = min(count, len(self.batch.samples))
-        held = len(kinds) * (count + 2 * len(self.own.samples))
-        projection = projection_of(self.parameters, held, self.seed, self.most_whole)
-        rows = {name: _Rows(one, projection) for name, one in kinds.items()}
+        rows: dict[str, _Rows] = {}
+        projection = None
+        if pairs:
+            held = len(kinds) * (count + 2 * len(self.own.samples))
+            projection = projection_of(self.parameters, held, self.seed, self.most_whole)
+            rows = {name: _Rows(one, projection) for name, one in kinds.items()}
         effects = self.effects(slope, pushed, rows)
         moves: dict[str, list[float]] = {name: [] for name in ("current", *pushed.others)}
         exact: dict[str, list[float]] = {name: [] for name in kinds}
@@ -211,22 +229,25 @@ class Answers:
             moves["current"].append(dot(own, pushed.current))
             for name, part in pushed.others.items():
                 moves[name].append(dot(own, part))
-            for name, one in rows.items():
-                one.entropy.append(one.row(own))
-                if one.preconditioner is None:
+            for name, preconditioner in kinds.items():
+                if preconditioner is None:
                     exact[name].append(_along_gradient(own, pushed))
                 else:
                     exact[name].append(moves["current"][-1])
-        found = {
-            name: _kernel(
-                one,
-                torch.tensor(exact[name], dtype=torch.float64),
-                torch.tensor(logprobs, dtype=torch.float64),
-                torch.tensor(weights, dtype=torch.float64),
-                effects.tasks,
+            for one in rows.values():
+                one.entropy.append(one.row(own))
+        found = {}
+        for name in kinds:
+            along = torch.tensor(exact[name], dtype=torch.float64)
+            found[name] = Kernel(
+                moves=along,
+                score_form=score_form(
+                    torch.tensor(logprobs, dtype=torch.float64),
+                    along,
+                    torch.tensor(weights, dtype=torch.float64),
+                ),
+                pairs=_pairs(rows[name], along, effects.tasks) if pairs else None,
             )
-            for name, one in rows.items()
-        }
         kernels = Kernels(
             kinds=found,
             sums=None if projection is None else projection.size,
@@ -286,25 +307,30 @@ def _weight(batch: EntropyBatch, place: int, logprob: float) -> float:
     return math.exp(logprob - float(batch.start_logprobs[place]))
 
 
-def _kernel(
-    rows: _Rows, exact: Tensor, logprobs: Tensor, weights: Tensor, tasks: Sequence[str]
-) -> Kernel:
-    """logprobs, weights: of the entropy batch [N]. tasks: of the update's answers, in order."""
-    entropy = torch.stack(rows.entropy)
-    both = torch.cat([entropy, torch.stack(rows.update)])
-    forces = torch.stack(rows.forces)
+def _stacked(*lists: list[Tensor]) -> Tensor:
+    """Stack the rows of all lists, and empty these: gradients are not held twice."""
+    stacked = torch.stack([row for one in lists for row in one])
+    for one in lists:
+        one.clear()
+    return stacked
+
+
+def _pairs(rows: _Rows, exact: Tensor, tasks: Sequence[str]) -> Pairs:
+    """exact: K·A of the entropy batch [N]. tasks: of the update's answers, in order."""
+    both = _stacked(rows.entropy, rows.update)
+    forces = _stacked(rows.forces)
+    entropy = both[: len(exact)]
+    update = both[len(exact) :]
     error = None
     if rows.projection is not None:
         error = projection_error(entropy, forces.sum(dim=0), exact)
-    return Kernel(
+    return Pairs(
         cosines=cosines(both, both).cpu(),
-        effects=(entropy @ forces.T).cpu(),
-        moves=exact,
+        effects=products(entropy, forces).cpu(),
         error=error,
-        score_form=score_form(logprobs, exact, weights),
         score_split=score_split(
             torch.tensor(rows.logprobs, dtype=torch.float64),
-            (torch.stack(rows.update) @ forces.T).cpu(),
+            products(update, forces).cpu(),
             tasks,
             torch.tensor(rows.weights, dtype=torch.float64),
         ),
@@ -353,21 +379,25 @@ def kernel_facts(kernels: Kernels, effects: Effects, changes: Tensor, eta: float
     count = len(predicted)
     same = torch.tensor([[one == other for other in effects.tasks] for one in effects.tasks])
     others = ~torch.eye(len(same), dtype=torch.bool)
-    kinds: dict[str, Mapping[str, object]] = {}
+    kinds: dict[str, dict[str, object]] = {}
     matrices: dict[str, Tensor] = {"predicted": predicted, "measured": measured}
     for name, kernel in kernels.kinds.items():
-        update = kernel.cosines[count:, count:]
         kinds[name] = {
-            "projection_error": kernel.error,
-            "same_prompt_cosine": _mean(update[same & others]),
-            "other_prompts_cosine": _mean(update[~same]),
-            "entropy_cosine": _mean(kernel.cosines[:count, count:]),
             "fit": vars(fit_of((eta * kernel.moves).tolist(), measured.tolist())),
             "score_form": kernel.score_form,
-            "score_split": kernel.score_split.to_json(),
         }
-        matrices[f"{name}.cosines"] = kernel.cosines.float()
-        matrices[f"{name}.effects"] = kernel.effects.float()
+        if kernel.pairs is None:
+            continue
+        update = kernel.pairs.cosines[count:, count:]
+        kinds[name] |= {
+            "projection_error": kernel.pairs.error,
+            "same_prompt_cosine": _mean(update[same & others]),
+            "other_prompts_cosine": _mean(update[~same]),
+            "entropy_cosine": _mean(kernel.pairs.cosines[:count, count:]),
+            "score_split": kernel.pairs.score_split.to_json(),
+        }
+        matrices[f"{name}.cosines"] = kernel.pairs.cosines.float()
+        matrices[f"{name}.effects"] = kernel.pairs.effects.float()
     return {
         "kernel": {
             "answers": count,

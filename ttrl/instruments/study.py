@@ -117,7 +117,7 @@ def study(
     device: StudyDevice | None = None,
     seed: int = 0,
     kernel: int = 0,
-    matrices: bool = True,
+    pairs: bool = True,
     update: int = 1,
     held_out: HeldOut | None = None,
     precision: bool = False,
@@ -126,7 +126,7 @@ def study(
 
     sequences: of the entropy batch, if it is drawn from the pack. dtype: in fp32, small steps are
     lost in rounding. device: None takes the run's. kernel: answers of the entropy batch in the
-    Fisher kernel; matrices: also of all pairs with the update's. held_out: the entropy batch's own
+    Fisher kernel; pairs: also of all pairs with the update's. held_out: the entropy batch's own
     tasks; None: the pack's. precision: repeat the sweep in bf16, fp32 and fp64, for a study in
     fp64.
 
@@ -146,7 +146,7 @@ def study(
             with ranks(config) as here:
                 found = _Study(config, here, seed, dtype, update - 1, answers)
                 if found.answers_fit:
-                    asked = Asked(sequences, held_out, factors, kernel, matrices, precision)
+                    asked = Asked(sequences, held_out, factors, kernel, pairs, precision)
                     return found.run(Path(checkpoint), asked)
             answers = None
             del found
@@ -159,7 +159,7 @@ class Asked(NamedTuple):
     held_out: HeldOut | None
     factors: Sequence[float]
     kernel: int
-    matrices: bool
+    pairs: bool
     precision: bool
 
 
@@ -418,10 +418,8 @@ class _Study:
         )
         if not asked.kernel:
             return found | answers.effects(slope, pushed).to_json()
-        kinds: dict[str, Vector | None] = {}
-        if asked.matrices:
-            kinds = {"sgd": None, self.rule.name: pushed.preconditioner}
-        effects, kernels = answers.kernels(slope, pushed, asked.kernel, kinds)
+        kinds: dict[str, Vector | None] = {"sgd": None, self.rule.name: pushed.preconditioner}
+        effects, kernels = answers.kernels(slope, pushed, asked.kernel, kinds, asked.pairs)
         end = moved(self.start, update.whole(), self.eta)
         changes = batch.logprobs(end) - batch.logprobs(self.start)
         return found | effects.to_json() | kernel_facts(kernels, effects, changes, self.eta)

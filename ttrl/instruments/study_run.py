@@ -6,6 +6,7 @@ to held-out tasks, or the other half of its own. To study all of them, a run kee
 (`keep_checkpoints`). Never run on a GPU.
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -50,13 +51,14 @@ def study_run(
 
     Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured",
     "error", "first", "second", "is_linear", the sources of the first order as in `split_row`, the
-    "entropy_batch", and with `kernel` the "predicted" and "changed" log-probabilities), "gone", the
-    iterations with a missing start, "unmoved", those with a step without movement, the result of
+    "entropy_batch", and with `kernel` the "predicted" and "changed" log-probabilities and the
+    "kinds": K·A without a preconditioner and with the optimizer's), "gone", the iterations with a
+    missing start, "unmoved", those with a step without movement, the result of
     `signs`, and the fits of all steps' predictions, "fit" and "logprob_fit". Raises RunFolderError
     or UnmovedStepError if no step can be studied.
     """
     how: dict[str, Any] = {"sequences": sequences, "dtype": dtype, "device": device, "seed": seed}
-    how |= {"kernel": kernel, "held_out": held_out, "matrices": False}
+    how |= {"kernel": kernel, "held_out": held_out, "pairs": False}
     steps: list[dict[str, Any]] = []
     gone: list[int] = []
     unmoved: list[int] = []
@@ -95,6 +97,7 @@ def study_run(
             if kernel:
                 row["predicted"] = found["kernel"]["predicted"]
                 row["changed"] = found["kernel"]["measured"]
+                row["kinds"] = found["kernel"]["kinds"]
             steps.append(row)
             seen(row)
             if output is not None:
@@ -178,6 +181,8 @@ def last_words(found: Mapping[str, Any]) -> str:
     if "logprob_fit" in found:
         count = found["logprob_fit"]["count"]
         text += f"\nδ log π of {count} answers after their steps: {fit_text(found['logprob_fit'])}."
+        text += "\nK·A of each step's own gradient has the sign of "
+        text += f"{_kinds_text(found['steps'])} (no preconditioner: sgd)."
     batches = [one["entropy_batch"] for one in found["steps"]]
     if batches[0]["tasks"] is not None:
         sampled = sorted({one["iteration"] for one in batches})
@@ -195,6 +200,15 @@ def last_words(found: Mapping[str, Any]) -> str:
         which = ", ".join(map(str, found["unmoved"]))
         text += f"\nLeft out: steps of iterations {which}, which moved nothing."
     return text
+
+
+def _kinds_text(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Say how often each preconditioner predicts the sign, over all steps."""
+    parts = []
+    for name in steps[0]["kinds"]:
+        sign = statistics.fmean(one["kinds"][name]["fit"]["sign"] for one in steps)
+        parts.append(f"{sign:.0%} with {name}")
+    return ", ".join(parts)
 
 
 def _course(steps: Sequence[Mapping[str, Any]]) -> str:
