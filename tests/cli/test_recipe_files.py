@@ -16,15 +16,16 @@ from ttrl.version import __version__
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+SWEEPS = {path.stem for path in (ROOT / "recipes" / "sweeps").glob("*.yaml")}
 CONFIGS = {path.stem for path in (ROOT / "recipe_configs").glob("*.yaml")}
 UNREACHABLE = "http://127.0.0.1:9/simple"
 
 
-def test_the_list_describes_every_recipe_and_config(capsys) -> None:
+def test_the_list_describes_every_recipe_sweep_and_config(capsys) -> None:
     assert cli.main(["recipes"]) == 0
     text = capsys.readouterr().out
     lines = dict(line.split(maxsplit=1) for line in text.splitlines() if line.startswith("  "))
-    assert lines.keys() == RECIPES | CONFIGS
+    assert lines.keys() == RECIPES | SWEEPS | CONFIGS
     assert lines["gsm8k"].startswith("GSM8K: grade-school word problems")
     assert lines["tiny_cpu"] == "1 CPU core, 2 GB of memory; rows of up to 1024 positions."
 
@@ -32,6 +33,7 @@ def test_the_list_describes_every_recipe_and_config(capsys) -> None:
 def test_one_is_named_and_copied_but_replaces_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
     for name, file in (
         ("rl-vs-sft", "recipes/rl_vs_sft.py"),
+        ("chess_batch", "recipes/sweeps/chess_batch.yaml"),
         ("qwen3_4b", "recipe_configs/qwen3_4b.yaml"),
     ):
         assert cli.main(["recipes", name]) == 0
@@ -157,9 +159,10 @@ def test_the_wheel_holds_all_that_a_clone_runs_with(packages: tuple[Path, Path])
     ("place", "arguments", "said"),
     [
         ("--prefix", ["quickstart", "--tiny", "--check"], "4096 tasks"),
+        ("--prefix", ["sweep", "chess-batch", "--list", "--data", "x"], "batch_32,seed=2"),
         ("--target", ["recipes"], "  qwen3_4b "),
     ],
-    ids=["prefix", "target"],
+    ids=["prefix", "sweep", "target"],
 )
 def test_an_installed_wheel_finds_its_recipes(
     packages: tuple[Path, Path], tmp_path: Path, place: str, arguments: list[str], said: str

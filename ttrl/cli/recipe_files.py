@@ -38,6 +38,11 @@ def recipe_configs() -> dict[str, Path]:
     return _files("recipe_configs", "*.yaml")
 
 
+def sweeps() -> dict[str, Path]:
+    """Return the sweeps by their names; none if ttrl was installed without them."""
+    return _files("recipes/sweeps", "*.yaml")
+
+
 def _files(folder: str, pattern: str) -> dict[str, Path]:
     if (_HOME / "pyproject.toml").is_file():
         places: tuple[Path, ...] = (_HOME,)
@@ -52,7 +57,7 @@ def _files(folder: str, pattern: str) -> dict[str, Path]:
 
 
 def add_recipes(parser: argparse.ArgumentParser) -> None:
-    name = "a recipe or a config; prints its path (default: list all)"
+    name = "a recipe, a sweep or a config; prints its path (default: list all)"
     parser.add_argument("name", nargs="?", metavar="NAME", help=name)
     copy = "copy the file into a folder (default: this one), to change it"
     parser.add_argument("--copy", nargs="?", type=Path, const=Path(), metavar="FOLDER", help=copy)
@@ -60,12 +65,14 @@ def add_recipes(parser: argparse.ArgumentParser) -> None:
 
 
 def run_recipes(arguments: argparse.Namespace) -> int:
-    """List the recipes and configs, or print or copy the file of one."""
+    """List the recipes, sweeps and configs, or print or copy the file of one."""
     if arguments.name is None:
         if arguments.copy is not None:
             raise UserError("--copy needs a name: ttrl recipes gsm8k --copy")
         print("Recipes, for `ttrl train NAME`:\n")
         print(_table({name: _about(path) for name, path in recipes().items()}))
+        print("\nSweeps, for `ttrl sweep NAME`:\n")
+        print(_table({name: _first_comment(path) for name, path in sweeps().items()}))
         print("\nConfigs, for `tune run ttrl/grpo_recipe --config FILE`:\n")
         print(_table({name: _first_comment(path) for name, path in recipe_configs().items()}))
         print("\n`ttrl recipes NAME` prints the path of a file; with --copy it copies the file.")
@@ -100,7 +107,7 @@ def copied(path: Path, folder: Path) -> Path:
 
 
 def _named(name: str) -> Path:
-    known = recipes() | recipe_configs()
+    known = recipes() | sweeps() | recipe_configs()
     if name.replace("-", "_") in known:
         return known[name.replace("-", "_")]
     if name in known:
@@ -110,7 +117,7 @@ def _named(name: str) -> Path:
         hint = f"did you mean {' or '.join(near)}?"
     else:
         hint = "`ttrl recipes` lists all"
-    raise UserError(f"there is no recipe or config {name!r}; {hint}")
+    raise UserError(f"there is no recipe, sweep or config {name!r}; {hint}")
 
 
 def _table(lines: Mapping[str, str]) -> str:

@@ -41,7 +41,7 @@ from typing import Any
 
 import yaml
 
-from ttrl.cli.recipe_files import recipes
+from ttrl.cli.recipe_files import recipes, sweeps
 from ttrl.configs.machines import shares_of_devices
 from ttrl.errors import UserError
 from ttrl.system.console import say
@@ -94,9 +94,11 @@ class Sweep:
 
 
 def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
-    """Read a sweep's file; `others` are further arguments for all runs. Raises UserError with its
-    faults.
+    """Read a sweep's file, or one of `ttrl recipes` by its name; `others` are further arguments for
+    all runs. Raises UserError with its faults.
     """
+    if not path.exists():
+        path = sweeps().get(str(path).replace("-", "_"), path)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -171,7 +173,8 @@ _WITHOUT_RUNS = {"--check", "--plan"}
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, metavar="FILE.yaml")
+    which = "a file, or one of `ttrl recipes` by its name: chess_batch"
+    parser.add_argument("file", type=Path, metavar="FILE.yaml", help=which)
     parser.add_argument(
         "--list", action="store_true", help="print the commands without running them"
     )
