@@ -7,6 +7,7 @@ RUN := $(VENV)/bin/python
 S3_SERVER := $(VENV)/s3/bin/moto_server
 RAY := $(VENV)/ray/bin/ray
 MKDOCS := $(VENV)/docs/bin/mkdocs
+LLAMA := $(VENV)/llama/bin/python
 # `make test-all` empties it. It leaves out the tests that are marked long (tests/conftest.py).
 TEST_OPTIONS ?= --short
 # Containers often set PYTHONDONTWRITEBYTECODE: each of hundreds of processes would compile ttrl again.
@@ -43,8 +44,9 @@ test: test-quick
 	@echo "Tests with servers and tests on a cluster run side by side; each prints at its end."
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync test-e2e test-cluster
 
-test-all:
-	@$(MAKE) --no-print-directory test TEST_OPTIONS=
+# The site's tests search what mkdocs builds; those of exports ask a real llama.cpp.
+test-all: $(MKDOCS) $(LLAMA)
+	@$(MAKE) --no-print-directory test TEST_OPTIONS= TTRL_TEST_LLAMA_PYTHON=$(abspath $(LLAMA))
 
 test-e2e: install $(S3_SERVER)
 	$(TEST_VARIABLES) $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e \
@@ -71,6 +73,11 @@ $(RAY): tests/ray.txt | install
 	  > "$$($(VENV)/ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ttrl.pth"
 	$(VENV)/ray/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+$(LLAMA): tests/llama.txt
+	$(PYTHON) -m venv $(VENV)/llama
+	$(VENV)/llama/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch -h $@
 
 bench: install
 	@for script in $(wildcard tools/bench_*.py); do echo "== $$script"; $(RUN) "$$script" || exit 1; done

@@ -150,8 +150,9 @@ def test_commands_that_are_named_exist(page: Path) -> None:
             wrong.append(found[0])
         elif found:
             SUBCOMMANDS[found[1]][0](parser := argparse.ArgumentParser())
-            # Both hand further options to scripts.
-            known = options_of(parser) | (SCRIPTS if found[1] in ("train", "sweep") else set())
+            # These hand further options to scripts.
+            hands_on = found[1] in ("train", "sweep", "plan")
+            known = options_of(parser) | (SCRIPTS if hands_on else set())
             wrong += [
                 f"{found[1]} {one}" for one in set(re.findall(r"--[a-z-]+", found[2])) - known
             ]

@@ -582,8 +582,12 @@ def make(folder: Path, target: str, failing: str) -> tuple[int, list[str]]:
     (folder / "tests").mkdir()
     (folder / "tests" / "s3_server.txt").write_text("moto\n", encoding="utf-8")
     (folder / "tests" / "ray.txt").write_text("ray\n", encoding="utf-8")
+    (folder / "tests" / "llama.txt").write_text("xllamacpp\n", encoding="utf-8")
+    (folder / "tools" / "site").mkdir(parents=True)
+    (folder / "tools" / "site" / "packages.txt").write_text("mkdocs\n", encoding="utf-8")
     # These are there already, so that make does not install them.
-    for tool in ("s3/bin/moto_server", "ray/bin/ray"):
+    tools = ("s3/bin/moto_server", "ray/bin/ray", "docs/bin/mkdocs", "llama/bin/python")
+    for tool in tools:
         path = folder / ".venv" / tool
         path.parent.mkdir(parents=True)
         path.touch()

@@ -226,7 +226,8 @@ def _row(result: Mapping[str, Any], label: str, curves: Sequence[Any]) -> str:
         what = f"{what}: {label}"
     iterations = ", ".join(dict.fromkeys(f"{one[0]:g}" for one in after))
     spent = ", ".join(f"{curve['minutes']:g}" for curve in curves)
-    commit = result["commit"].partition("+")[0][:8]
+    known, plus, changes = result["commit"].partition("+")
+    commit = f"{known[:8]}{plus}{changes}"
     tasks = f"{result['metric']}, {result['tasks']}"
     link = f"[{what}](#{_anchor(result['title'])})"
     return f"| {link} | {tasks} | {' | '.join(shown)} | {iterations} | {spent} | {commit} |"

@@ -255,6 +255,9 @@ class StepEntropy(Facts):
     """Standard error of H, over tasks."""
     tasks: Count = None
     answers: Count = None
+    dtype: str | None = None
+    """Of the passes; ∇H, the update and their product are as in the optimizer's step."""
+    device: str | None = None
     seconds: Number = None
 
 

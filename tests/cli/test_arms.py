@@ -363,6 +363,18 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, t
     shown = capsys.readouterr()
     assert "start: 1 process in fp32, each with up to" in shown.out
     assert "--tiny leaves out the supervised training" in shown.err
+    announced = (
+        "before the run: up to 3 supervised steps of 2 conversations, until held-out exact reaches "
+    )
+    assert announced in shown.out
+    # A plan without a probe, as for other GPUs, is a check as well.
+    arguments = given(tmp_path, tiny=False, check=True, plan=PlanOptions())
+    assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
+    assert announced in capsys.readouterr().out
+    arguments = given(tmp_path, tiny=False, check=True, plan=PlanOptions(json=True))
+    assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
+    shown = capsys.readouterr()
+    assert announced in shown.err and shown.out == ""
     for looked in ({"check": True}, {}):
         wrong = dataclasses.replace(start, settings={"batch_size": 0})
         with pytest.raises(ConfigError, match="start: batch_size is 0"):

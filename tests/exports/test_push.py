@@ -124,6 +124,21 @@ def test_a_card_says_what_was_trained(trained_run):
     assert settings["training"] == {"lr": 1e-4}
 
 
+def test_a_card_has_the_costs_and_the_base_licence(trained_run, tmp_path):
+    run = shutil.copytree(trained_run, tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["flops"] = {"total": 6e12, "cumulated": 6e12 * row["iteration"]}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = yaml.safe_load((run / "config.yaml").read_text()) | {"model": "smollm2-135m"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    made = package(choose(run), NAME)
+    _, front, text = made.card.split("---\n", 2)
+    assert yaml.safe_load(front)["license"] == "apache-2.0"
+    assert "apache-2.0, as HuggingFaceTB/SmolLM2-135M-Instruct." in text
+    assert "| FLOPs | 18 T |" in text
+
+
 def test_nothing_of_this_machine_is_pushed(trained_run):
     made = package(choose(trained_run), NAME, base_model="org/base")
     assert "notes.md" not in made.files

@@ -160,6 +160,7 @@ def test_the_training_is_the_same_bit_for_bit(settings, model_folder, tmp_path):
     measured = [one.entropy_response for one in written["on"]]
     assert len(measured) == 2 and all(one.first and one.answers > 1 for one in measured)
     assert measured[0].first != measured[0].naive and measured[0].entropy > 0
+    assert all((one.dtype, one.device) == ("fp32", "cpu") for one in measured)
     mean = _entropy_response(written["on"])
     assert mean.steps == 2 and 0 < mean.share < 1
     assert mean.first == pytest.approx((measured[0].first + measured[1].first) / 2)

@@ -25,6 +25,7 @@ from ttrl.errors import ConfigError, UnmovedStepError
 from ttrl.instruments import precision
 from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only, part_of
+from ttrl.instruments.fisher import fit_of
 from ttrl.instruments.linear_response import inner, moved
 from ttrl.instruments.precision_sweep import (
     DtypeSweep,
@@ -34,7 +35,7 @@ from ttrl.instruments.precision_sweep import (
     sweep_text,
 )
 from ttrl.instruments.study import study
-from ttrl.instruments.study_pictures import draw_noise, draw_tokens
+from ttrl.instruments.study_pictures import draw_noise, draw_tokens, fit_text
 from ttrl.instruments.study_report import headline, known
 from ttrl.system.files import write_json
 from ttrl.training import batches
@@ -793,7 +794,9 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
         # The same, without the gradients of the update's answers.
         alone, whole = found["steps"][1]["kinds"][name], own["kernel"]["kinds"][name]
         assert alone == {key: whole[key] for key in ("fit", "score_form")}
-        assert re.search(rf"K·A of each step's own gradient has the sign of .*\d+% with {name}", said)
+        assert re.search(
+            rf"K·A of each step's own gradient has the sign of .*\d+% with {name}", said
+        )
     linear = [one for one in found["steps"] if abs(one["second"]) <= abs(one["first"]) / 2]
     assert [one["is_linear"] for one in found["steps"]] == [one in linear for one in found["steps"]]
     assert found["right"] == sum(one["measured"] * one["first"] > 0 for one in found["steps"])
@@ -812,7 +815,21 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
     assert "pruned" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--factors", "a"], ["--sequences", "1"]], ids=str)
+def test_a_later_step_of_an_iteration_by_the_command(model_folder, tmp_path, capsys):
+    checkpoint = two_iterations(tmp_path, model_folder(), updates_per_iteration=2)
+    asked = ["--entropy-tasks", "pack", "--sequences", "16", "--factors", "1"]
+    for update in (1, 2):
+        assert main(["study", str(checkpoint), *asked, "--update", str(update)]) == 0
+        found = json.loads((checkpoint.parent / "study" / "study.json").read_text())
+        assert (found["update"], found["updates"]) == (update, 2)
+        assert found["global_step"] == 2 + update
+    assert main(["study", str(checkpoint), *asked, "--update", "3"]) == 2
+    assert "--update is 3, and the iteration has 2 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--factors", "a"], ["--sequences", "1"], ["--update", "0"]], ids=str
+)
 def test_wrong_arguments_are_named(run, arguments, capsys):
     assert main(["study", str(run), *arguments]) == 2
     assert arguments[0] in capsys.readouterr().err
@@ -830,6 +847,10 @@ def test_what_is_gone_is_named(run, tmp_path, capsys):
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values | {"kept": 1}))
     assert main(["study", str(tmp_path / "checkpoint")]) == 2
     assert "in the trainer's memory, those of iteration 1" in capsys.readouterr().err
+
+
+def test_the_fit_of_a_single_change_has_no_variance_to_explain():
+    assert fit_text(vars(fit_of([0.5], [1.0]))) == "sign right in 100%, slope 2"
 
 
 def test_what_one_group_cannot_tell_is_null(tmp_path):

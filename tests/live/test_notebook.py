@@ -17,6 +17,7 @@ from ttrl.errors import RunFolderError, UserError
 from ttrl.evaluation.comparison import Comparison, SetComparison
 from ttrl.intervals import difference_over_seeds
 from ttrl.live.notebook import LiveView
+from ttrl.loop.train import RunResult
 from ttrl.monitoring.runs import FollowedRun
 from ttrl.records import Sample
 from ttrl.report.compared_runs import compare_runs
@@ -155,6 +156,11 @@ def test_a_run_shows_itself(tmp_path: Path) -> None:
     table = run.to_pandas()
     assert list(table["iteration"]) == [0, 1, 2, 3]
     assert "train.loss" in table.columns
+    # The result of a finished `train` does the same.
+    result = RunResult(folder, folder, folder, [], folder)
+    assert result._repr_html_() == run._repr_html_()
+    with pytest.raises(UserError, match="ttrl watch"):
+        result.live()
     missing = Run(tmp_path / "missing")
     assert repr(missing).endswith("missing: not begun>")
     assert "waiting" in missing._repr_html_()

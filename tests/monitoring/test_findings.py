@@ -213,6 +213,17 @@ def test_each_sickness_is_found_and_named_alone(key):
     )
 
 
+def test_iterations_that_finish_few_tasks_say_nothing_of_one_answer():
+    """A token budget leaves one group in some iterations: its commonest answer is most of it."""
+    rows = healthy()
+    few = {"only": lambda n: n % 4}
+    put(rows, "rollouts.commonest", 0.95, **few)
+    put(rows, "rollouts.commonest_tasks", 1.0, **few)
+    assert keys(rows) == ["one_answer"]
+    put(rows, "groups.total", 1, **few)
+    assert "one_answer" not in keys(rows)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("right", lambda n: 0.002 * n), ("right", 0.2), ("cut_off", 0.0), ("seconds", 3.0)],

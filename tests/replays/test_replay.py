@@ -72,6 +72,10 @@ def test_what_differs(run):
 
 def test_flipped_order(run):
     result = run.replay(inverse)
+    assert list(result.to_pandas()["pairs_flipped"]) == [
+        one.pairs_flipped for one in result.iterations
+    ]
+    assert "flipped" in result.text and "flipped" in result._repr_html_()
     assert result.total.pairs_flipped == result.total.pairs_ordered == 20
     assert result.total.flipped_share == 1.0
     assert result.total.advantage_correlation == pytest.approx(-1)

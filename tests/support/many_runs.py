@@ -15,6 +15,9 @@ from typing import Any
 
 import yaml
 
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.records import TokenizedResult
+
 SAMPLES = 8
 """Of an iteration: two tasks, four samples each."""
 
@@ -66,6 +69,26 @@ def write_samples(folder: Path, iteration: int, seed: int = 0) -> None:
     for name in names:
         samples = [sample(f"sum/{number // 4}", number % 4, noise) for number in range(SAMPLES)]
         (there / name).write_text("".join(json.dumps(one) + "\n" for one in samples))
+
+
+def write_pack(folder: Path, iteration: int) -> None:
+    """Write the packed row of an iteration: two samples of one prompt."""
+    results = [
+        TokenizedResult(
+            task_id="sum/0",
+            sample=number,
+            token_ids=[1, 2, 3, 4 + number],
+            assistant_mask=[False, False, True, True],
+            input_pos=range(4),
+            logprobs=[math.nan, math.nan, -0.5, -0.25],
+            prompt_length=2,
+            reward=float(number),
+            advantage=1.0 - 2 * number,
+        )
+        for number in range(2)
+    ]
+    path = folder / "iterations" / f"{iteration:04d}" / "packed.safetensors"
+    packed_tensors_from_tokenized_results(results, seq_len=16, pad_id=0).save(path)
 
 
 def sample(task: str, number: int, noise: random.Random) -> Mapping[str, Any]:

@@ -67,6 +67,8 @@ def test_an_evaluation_has_a_row_for_each_sample_of_each_set() -> None:
     assert list(frame.columns) == ["set", "task_id", "digest", "sample", "score"]
     assert list(frame["sample"]) == [0, 1, 2] * 2
     assert frame["score"].mean() == one.accuracy.mean == 0.5
+    html = EvalResult(model="m", settings={}, sets=[one])._repr_html_()
+    assert "mine" in html and "0.500" in html
 
 
 def test_a_run_has_a_row_for_each_iteration() -> None:

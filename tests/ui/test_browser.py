@@ -12,7 +12,7 @@ from pathlib import Path
 
 import picture_report
 import pytest
-from support.many_runs import make_run, make_runs, write_samples
+from support.many_runs import make_run, make_runs, write_pack, write_samples
 
 from ttrl.run_folder.folder import RunFolder
 
@@ -52,6 +52,7 @@ def test_a_browser_follows_many_runs(browser: picture_report.Browser, tmp_path: 
     folder = tmp_path / "runs"
     many = make_runs(folder)
     live = make_run(folder / "live", iterations=3, planned=6)
+    write_pack(live, 3)
     text = "</div><script>document.title = 'owned'</script>" + "w" * 600
     path = live / "iterations" / "0003" / "rollouts.jsonl"
     evil = {**json.loads(path.read_text().splitlines()[0]), "text": text, "token_ids": None}
@@ -90,6 +91,7 @@ def test_a_browser_follows_many_runs(browser: picture_report.Browser, tmp_path: 
             write_samples(live, 5)
             go("/run/live")
             until(lambda: "iteration 5: sampling" in body())
+            assert re.search(r"about .* left", body())
             done = live / "iterations" / "0005" / "done"
             for name in ("rollouts", "pack"):
                 (done / f"{name}.json").write_text("{}")
@@ -108,11 +110,16 @@ def test_a_browser_follows_many_runs(browser: picture_report.Browser, tmp_path: 
             f"/run/{name}/samples?iterations=all&where=reward%3C0.5",
             f"/compare?runs={name}&runs=live&x=seconds",
             "/run/live/sample/3-0",
+            "/run/live/rows/3",
         ]
         for place in places:
             go(place, width=390)
             assert browser.value("document.querySelectorAll('main *').length") > 10, place
-        browser.value("history.back()")
+        # Packed rows lie in a frame, with a policy of their own.
+        until(lambda: browser.value("document.querySelector('iframe').clientHeight") > 100)
+        go("/run/live/pack/3?rows=0")
+        assert "Row 0" in browser.value("document.body.innerText")
+        browser.value("history.go(-3)")
         until(lambda: browser.value("location.pathname") == "/compare")
         until(lambda: "Settings with differences" in body())
     finally:

@@ -1,7 +1,6 @@
 """The pages of `ttrl ui`: do they show a run, follow it, and refuse everybody else?"""
 
 import json
-import math
 import random
 import re
 import socket
@@ -14,11 +13,9 @@ from urllib.parse import quote
 import httpx2 as httpx
 import pytest
 from starlette.testclient import TestClient
-from support.many_runs import make_run, sample
+from support.many_runs import make_run, sample, write_pack
 
-from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.monitoring.runs import Runs
-from ttrl.records import TokenizedResult
 from ttrl.run_folder.folder import RunFolder
 from ttrl.ui.guard import COOKIE
 from ttrl.ui.server import make_app
@@ -187,22 +184,7 @@ def test_one_damaged_run_hides_no_other(client: TestClient, folder: Path) -> Non
 
 
 def test_packed_rows(client: TestClient, folder: Path) -> None:
-    results = [
-        TokenizedResult(
-            task_id="sum/0",
-            sample=number,
-            token_ids=[1, 2, 3, 4 + number],
-            assistant_mask=[False, False, True, True],
-            input_pos=range(4),
-            logprobs=[math.nan, math.nan, -0.5, -0.25],
-            prompt_length=2,
-            reward=float(number),
-            advantage=1.0 - 2 * number,
-        )
-        for number in range(2)
-    ]
-    path = folder / "a" / "iterations" / "0004" / "packed.safetensors"
-    packed_tensors_from_tokenized_results(results, seq_len=16, pad_id=0).save(path)
+    write_pack(folder / "a", 4)
     assert "<iframe" in client.get("/run/a/rows/4").text
     page = client.get("/run/a/pack/4?rows=0")
     assert page.status_code == 200

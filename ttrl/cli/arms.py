@@ -285,7 +285,8 @@ def supervised_first(
     """Return the run's config with the model from supervised training in RUN/start.
 
     With --check, --plan and --tiny nothing is trained, and the config stays as it is; a plan
-    includes this training. Raises the errors of `run_recipe` and `supervised_run`.
+    begins with this training's steps and memory. Raises the errors of `run_recipe` and
+    `supervised_run`.
     """
     if arguments.tiny:
         print("--tiny leaves out the supervised training before the run", file=sys.stderr)
@@ -297,11 +298,15 @@ def supervised_first(
     wrong += setting_problems("start", start_settings(own, start.settings, cuda=False))
     if wrong or not (arguments.check or arguments.plan):
         checked(own, tasks, held_out, model=not arguments.check, problems=problems + wrong)
+    asked: PlanOptions | None = arguments.plan
+    if asked is not None:
+        # JSON is for programs, and has the run's plan only.
+        print(_announced(start), file=sys.stderr if asked.json else sys.stdout)
     if arguments.check or problems:
         return config
     planned = _planned(arguments, Arms({RL: own}, {}), start)
-    if arguments.plan:
-        print(f"{planned}\n")
+    if asked is not None:
+        print(f"{planned}\n", file=sys.stderr if asked.json else sys.stdout)
         return config
     _check(planned)
     from ttrl.loop.equal_flops import made_start  # loads PyTorch
@@ -312,6 +317,15 @@ def supervised_first(
     with Console().interruptible(f"the same command continues {run}"):
         model = made_start(run / "start", own, start, hardware, served, held_out)
     return dataclasses.replace(config, model=str(model))
+
+
+def _announced(start: Supervised) -> str:
+    """Describe the training before a run, for its plan."""
+    size = start.settings.get("batch_size", SFTConfig.batch_size)
+    text = f"before the run: up to {start.marks[-1]} supervised steps of {size} conversations"
+    if start.stop_at is not None:
+        text += f", until held-out {start.metric} reaches {start.stop_at:g}"
+    return f"{text}; the plan's times and costs are those of the run alone"
 
 
 def _planned(arguments: argparse.Namespace, arms: Arms, start: Supervised) -> ArmsPlan:

@@ -277,6 +277,8 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of answers to measure the entropy on (default: 256)",
     )
+    update = "for a checkpoint: which of its iteration's optimizer steps (default: 1, the first)"
+    parser.add_argument("--update", type=int, default=1, metavar="N", help=update)
     factors = (
         "for a checkpoint: the sweep of η, in learning rates (default: "
         "-4,-1,0.25,0.5,1,2,4,8,16,32,64)"
@@ -324,9 +326,12 @@ def run_study(arguments: argparse.Namespace) -> int:
         problems.append(f"--sequences is {arguments.sequences}; it must be at least 2")
     if arguments.kernel < 0:
         problems.append(f"--kernel is {arguments.kernel}; it must be at least 0")
-    if is_run and (arguments.factors is not None or arguments.precision):
+    if arguments.update < 1:
+        problems.append(f"--update is {arguments.update}; it must be at least 1")
+    if is_run and (arguments.factors is not None or arguments.precision or arguments.update != 1):
         problems.append(
-            f"--factors and --precision are for one checkpoint, but {arguments.path} is a run"
+            f"--factors, --precision and --update are for one checkpoint, but {arguments.path} is "
+            "a run"
         )
     if arguments.precision and arguments.dtype == "fp32":
         problems.append("--precision compares with float64, and --dtype is fp32: leave it out")
@@ -368,6 +373,7 @@ def run_study(arguments: argparse.Namespace) -> int:
             arguments.path,
             factors=factors or (PRECISION_FACTORS if arguments.precision else FACTORS),
             precision=arguments.precision,
+            update=arguments.update,
             **options,
         )
         say(study_text(found))

@@ -114,6 +114,8 @@ class OnlineEntropy:
             error=entropy.error,
             tasks=len({step.rows.samples[number].task_id for number in apart}),
             answers=int(batch.times.sum()),
+            dtype=self._config.dtype,
+            device=self._here.device.type,
             seconds=time.perf_counter() - began,
         )
 

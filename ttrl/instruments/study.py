@@ -55,7 +55,7 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
-from ttrl.errors import UnmovedStepError
+from ttrl.errors import ConfigError, UnmovedStepError
 from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
 from ttrl.instruments.held_out import HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
@@ -77,6 +77,7 @@ from ttrl.instruments.tokens import (
     tokens_of_high_covariance,
 )
 from ttrl.instruments.update_rules import Update, moment_rounding, rule_of
+from ttrl.text import counted
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
 from ttrl.training.objective.objective import objective_from
@@ -132,7 +133,8 @@ def study(
 
     Returns the content of study.json, and with `kernel` "matrices", tensors by name. Raises
     RunFolderError if a file from the iteration's start is gone, ConfigError for a missing device
-    and for float64 without a proof, UnmovedStepError for a step without movement.
+    for float64 without a proof and for an update beyond the last, UnmovedStepError for a step
+    without movement.
     """
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
         config = study_config(Path(checkpoint), scratch, device, update - 1)
@@ -198,6 +200,11 @@ class _Study:
             self.answers_fit = False
             return
         self.steps = updates(self.packed, config.updates_per_iteration, seed_of, here, model)
+        if number >= len(self.steps):
+            steps = counted(len(self.steps), "step")
+            raise ConfigError(
+                "arguments", [f"--update is {number + 1}, and the iteration has {steps}"]
+            )
         self.number = number
         self.step = self.steps[number]
         self.objective = objective_from(config)
@@ -321,8 +328,10 @@ class _Study:
 
     def run(self, checkpoint: Path, asked: Asked) -> dict[str, Any]:
         logger.info(
-            "studying optimizer step %d, made of %d answers",
+            "studying optimizer step %d, number %d of %d in its iteration, made of %d answers",
             self.trained.stepper.global_step + 1,
+            self.number + 1,
+            len(self.steps),
             len(self.step.rows.samples),
         )
         found: dict[str, Any] = {

@@ -285,7 +285,10 @@ def draw_logprobs(
 
 def fit_text(fit: Mapping[str, Any]) -> str:
     """Describe a Fit."""
-    return f"sign right in {fit['sign']:.0%}, slope {fit['slope']:.3g}, R² {fit['r_squared']:.3g}"
+    text = f"sign right in {fit['sign']:.0%}, slope {fit['slope']:.3g}"
+    if math.isfinite(fit["r_squared"]):  # a single change has no variance to explain
+        text += f", R² {fit['r_squared']:.3g}"
+    return text
 
 
 def draw_kernel(cosines: Tensor, answers: int, tasks: Sequence[str], path: Path) -> Path:

@@ -673,15 +673,15 @@ def empty(h: History) -> str | None:
 def one_answer(h: History) -> str | None:
     # With four letters to choose from, the commonest is right in a third of the tasks; half of all
     # samples is too much.
-    share = h.now(lambda row: row.rollouts.commonest)
-    tasks = h.now(lambda row: row.rollouts.commonest_tasks)
-    if (
-        share is None
-        or tasks is None
-        or share <= 0.5
-        or tasks <= 0.5
-        or (h.now(lambda row: row.groups.total) or 0) < 4
-    ):
+    # With a token budget, an iteration may finish a single task.
+    rows = [row for row in h.recent if (row.groups.total or 0) >= 4]
+    shares = h.values(lambda row: row.rollouts.commonest, rows)
+    parts = h.values(lambda row: row.rollouts.commonest_tasks, rows)
+    if not shares or not parts:
+        return None
+    share = statistics.fmean(shares)
+    tasks = statistics.fmean(parts)
+    if share <= 0.5 or tasks <= 0.5:
         return None
     return (
         f"One completion makes up {percent(share)} of all samples, in {percent(tasks)} of the "
