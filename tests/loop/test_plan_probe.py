@@ -60,6 +60,17 @@ def test_long_iterations_are_probed_in_part(world):
     assert (made.work.tasks, made.work.samples) == (8, 32)
 
 
+@pytest.mark.parametrize("every", [1, 8])
+def test_a_probe_pays_for_whole_validations(world, every):
+    """It validates in each iteration, whatever the run does."""
+    config = world.config(tasks_per_iteration=8, validate_every=every)
+    tasks, held_out = world.tasks(8), world.tasks(400, "held-out")
+    seconds = make_plan(config, tasks, held_out, assumptions=Assumptions()).seconds
+    whole = seconds.iteration + (every - 1) * seconds.phases["validate"].seconds
+    probed_plan(world, config, tasks, held_out, most_seconds=whole)
+    assert len({prompt for _, prompt in world.requests if "held-out" in str(prompt)}) == 200
+
+
 def test_without_tasks_some_are_made_up(world):
     assumed = Assumptions(prompt_tokens=10, completion_tokens=3)
     made = probed_plan(world, world.config(), assumptions=assumed)

@@ -54,7 +54,9 @@ def probe(
     made_up: Settings = {}
     if not tasks:
         tasks, made_up = _made_up_tasks(config, assumptions, made)
-    affordable = most_seconds / iterations / max(made.seconds.iteration, 1e-3)
+    # The plan's iteration has a share of a validation; each of the probe's has a whole one.
+    others = made.seconds.phases["validate"].seconds * (config.validate_every - 1)
+    affordable = most_seconds / iterations / max(made.seconds.iteration + others, 1e-3)
     count = min(
         config.tasks_per_iteration,
         max(_FEWEST_TASKS, round(affordable * config.tasks_per_iteration)),
