@@ -1,5 +1,6 @@
 """What the supervised recipe reads, and what it says of data and models that it cannot read."""
 
+import itertools
 import json
 import shutil
 
@@ -257,17 +258,28 @@ def trained(model, tmp_path, name, **settings):
     )
 
 
-@pytest.mark.long(but=["0.999"])
+@pytest.mark.long(but=["0.45"])
 @pytest.mark.parametrize("share", [0.3, 0.45, 0.6, 0.999])
-def test_flops_end_a_run_at_the_nearest_step(share, model, tmp_path):
-    """Long for the other shares: only these round to a step below and above."""
-    costs = [row["flops"] for row in trained(model, tmp_path, "whole", steps=7)[0]]
-    assert len(set(costs)) > 1
-    budget = share * sum(costs)
-    nearest = min(range(8), key=lambda steps: abs(sum(costs[:steps]) - budget))
+def test_flops_end_a_run_at_the_nearest_conversation(share, model, tmp_path):
+    """The last of the steps may be a part. Long for the other shares, which end at other counts."""
+    each = [row["flops"] for row in trained(model, tmp_path, "each", batch_size=1, steps=28)[0]]
+    assert len(set(each)) > 1
+    ends = list(itertools.accumulate(each, initial=0.0))
+    budget = share * ends[-1]
+    nearest = min(range(len(ends)), key=lambda count: abs(ends[count] - budget))
     rows, _ = trained(model, tmp_path, "budget", steps=None, flops=budget)
-    assert [row["flops"] for row in rows] == costs[:nearest]
+    starts = range(0, nearest, 4)
+    assert [row["flops"] for row in rows] == [
+        pytest.approx(sum(each[start : min(start + 4, nearest)])) for start in starts
+    ]
     assert all(row["flops_by_part"]["training"] == row["flops"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("left", "count"), [(9, 0), (11, 2), (26, 3), (44, 4), (74, 7), (76, 8), (200, 8)]
+)
+def test_the_last_step_is_a_quarter_or_more(left, count):
+    assert sft_recipe.nearest_part(8, left, lambda conversations: 10.0 * conversations) == count
 
 
 def test_a_run_in_pieces_is_the_same_as_a_whole_one(model, tmp_path):
@@ -292,7 +304,8 @@ def test_an_end_must_be_given_and_be_within_reach(model, tmp_path):
         with pytest.raises(ConfigError, match="and both set the end; give one"):
             config(model, tmp_path, lines, **settings)
     with pytest.raises(
-        ConfigError, match=r"less than half of one step of 64 conversations .*lower batch_size"
+        ConfigError,
+        match=r"too little for a quarter of a step of 64 conversations .*lower batch_size",
     ):
         sft_recipe.train_on_examples(
             config(model, tmp_path, lines, steps=None, flops=1.0), Ranks(0, 1, torch.device("cpu"))

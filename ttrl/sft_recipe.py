@@ -14,12 +14,14 @@ FLOPs. With its state saved, a run in pieces is the same as a whole one, bit for
 Has run on CPU with one process and with two over gloo, and on one GPU; on several: never.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
 import logging
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,31 +118,51 @@ def packs(
     done: int = 0,
 ) -> Iterator[tuple[PackedTensors, int]]:
     """Yield the rows of each step after the first `done`, until `steps` or `flops` are used up, and
-    how many there will be (with `flops`, about). Raises ConfigError if `flops` is not enough for a
-    step.
+    how many there will be (with `flops`, about). With `flops`, the last step takes only a part of
+    its conversations if that comes nearer. Raises ConfigError if `flops` is not enough for a part.
     """
+
+    def pack(batch: list[TokenizedResult]) -> PackedTensors:
+        return packed_tensors_from_tokenized_results(batch, seq_len=config.seq_len, pad_id=pad_id)
+
+    def cost_of_first(batch: list[TokenizedResult], count: int) -> float:
+        return work_counts(pack(batch[:count]), policy.decoder.config, config)["flops"]
+
     spent = 0.0
     for number, batch in enumerate(itertools.islice(batches(examples, config), done, None)):
         if number == config.steps:
             return
         with watch.part("data"):
-            packed = packed_tensors_from_tokenized_results(
-                batch, seq_len=config.seq_len, pad_id=pad_id
-            )
+            packed = pack(batch)
             check_pack(packed, policy)
-            cost = work_counts(packed, policy.decoder.config, config)["flops"]
-        if config.flops is not None and spent + cost / 2 > config.flops:
-            if not number:
-                what = (
-                    f"less than half of one step of {config.batch_size} conversations ({cost:.3g})"
-                )
-                advice = "lower batch_size, or allow more"
+            cost = cost_of_first(batch, len(batch))
+        steps = config.steps or max(1, round((config.flops or 0.0) / cost))
+        if config.flops is not None and spent + cost > config.flops:
+            with watch.part("data"):
+                left = config.flops - spent
+                count = nearest_part(len(batch), left, functools.partial(cost_of_first, batch))
+            if count:
+                yield pack(batch[:count]), steps
+            elif not number:
+                what = f"too little for a quarter of a step of {config.batch_size} conversations"
+                advice = f"({cost:.3g}); lower batch_size, or allow more"
                 raise ConfigError(
-                    "sft_recipe config", [f"flops is {config.flops:.3g}, {what}; {advice}"]
+                    "sft_recipe config", [f"flops is {config.flops:.3g}, {what} {advice}"]
                 )
             return
-        yield packed, config.steps or max(1, round((config.flops or 0.0) / cost))
+        yield packed, steps
         spent += cost
+
+
+def nearest_part(size: int, left: float, cost_of: Callable[[int], float]) -> int:
+    """Return how many conversations of a batch come nearest to `left`: none, or a quarter and more,
+    as fewer would make a noisy step. cost_of: the cost of the first so many; it rises.
+    """
+    least = math.ceil(size / 4)
+    above = bisect.bisect_left(range(size + 1), left, lo=least, key=cost_of)
+    parts = [0, *{max(least, above - 1), min(size, above)}]
+    distances = {count: abs((cost_of(count) if count else 0.0) - left) for count in parts}
+    return min(distances, key=lambda count: distances[count])
 
 
 def accumulate_gradients(

@@ -677,8 +677,9 @@ class SFTConfig(TrainingConfig):
     steps: int | None = None
     """Optimizer steps; None if `flops` sets the end."""
     flops: float | None = None
-    """Instead of `steps`: end at the step nearest to this many FLOPs of all forward and backward
-    passes, as counted in train.jsonl (`flops`), within half a step. Recomputation does not count.
+    """Instead of `steps`: end at the conversation nearest to this many FLOPs of all forward and
+    backward passes, as counted in train.jsonl (`flops`). The last step may take a part of its
+    conversations, at least a quarter. Recomputation does not count.
     """
     state: str | None = None
     """Folder of the optimizer state to continue from, with the next conversations after its steps;
