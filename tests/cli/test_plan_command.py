@@ -184,6 +184,11 @@ def test_a_script_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ended = run_plan("my_task.py", "--model", "tiny", "--set", "lrr=1", cwd=tmp_path)
     assert ended.returncode == 1
     assert "did you mean 'lr'?" in ended.stderr
+    # A published model is planned from its name, so a mistake is all that is wrong.
+    wrong = ("--model", "Qwen/Qwen3-4B", "--gpu", "8xH100", "--set", "lrr=1")
+    ended = run_plan("my_task.py", *wrong, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "1 problem" in ended.stderr and "did you mean 'lr'?" in ended.stderr
     assert cli.main(["plan", "my_task.py", "--tasks", "x.py"]) == 2
     assert "my_task.py has tasks of its own" in capsys.readouterr().err
 

@@ -393,7 +393,9 @@ def run_recipe(
     asked: PlanOptions | None = arguments.plan
     if arguments.check or problems:
         is_planned = asked is not None and not problems
-        needed = _is_to_be_had(arguments) and not is_planned
+        # A plan without a probe, which is a check too, knows published models by their names.
+        is_rough = asked is not None and arguments.check
+        needed = _is_to_be_had(arguments) and not is_rough
         config, tasks, validation_tasks = checked(
             config, tasks, validation_tasks, model=needed, problems=problems
         )
