@@ -110,12 +110,12 @@ def test_a_browser_follows_many_runs(browser: picture_report.Browser, tmp_path: 
             f"/run/{name}/samples?iterations=all&where=reward%3C0.5",
             f"/compare?runs={name}&runs=live&x=seconds",
             "/run/live/sample/3-0",
-            "/run/live/rows/3",
         ]
         for place in places:
             go(place, width=390)
             assert browser.value("document.querySelectorAll('main *').length") > 10, place
         # Packed rows lie in a frame, with a policy of their own.
+        go("/run/live/rows/3", width=390)
         until(lambda: browser.value("document.querySelector('iframe').clientHeight") > 100)
         go("/run/live/pack/3?rows=0")
         assert "Row 0" in browser.value("document.body.innerText")
