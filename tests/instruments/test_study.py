@@ -795,7 +795,7 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
         alone, whole = found["steps"][1]["kinds"][name], own["kernel"]["kinds"][name]
         assert alone == {key: whole[key] for key in ("fit", "score_form")}
         assert re.search(
-            rf"K·A of each step's own gradient has the sign of .*\d+% with {name}", said
+            rf"K·A, from each step's own gradient, has the right sign for .*\d+% with {name}", said
         )
     linear = [one for one in found["steps"] if abs(one["second"]) <= abs(one["first"]) / 2]
     assert [one["is_linear"] for one in found["steps"]] == [one in linear for one in found["steps"]]

@@ -181,8 +181,8 @@ def last_words(found: Mapping[str, Any]) -> str:
     if "logprob_fit" in found:
         count = found["logprob_fit"]["count"]
         text += f"\nδ log π of {count} answers after their steps: {fit_text(found['logprob_fit'])}."
-        text += "\nK·A of each step's own gradient has the sign of "
-        text += f"{_kinds_text(found['steps'])} (no preconditioner: sgd)."
+        text += "\nK·A, from each step's own gradient, has the right sign for "
+        text += f"{_kinds_text(found['steps'])} (sgd: without a preconditioner)."
     batches = [one["entropy_batch"] for one in found["steps"]]
     if batches[0]["tasks"] is not None:
         sampled = sorted({one["iteration"] for one in batches})
