@@ -10,11 +10,9 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from matplotlib.figure import Figure
 
 from ttrl.configs import GRPOConfig
 from ttrl.facts import Facts, Number
@@ -189,51 +187,3 @@ def sweep_text(found: PrecisionSweep) -> str:
         device = {"cpu": "the CPU", "cuda": "a GPU"}[one.device]
         lines.append(f"  {one.dtype} on {device}: {where}")
     return "\n".join(lines)
-
-
-def draw_precision(found: PrecisionSweep, path: Path) -> Path:
-    """Draw the relative difference of measurement and first order over η, with both ends of each
-    dtype marked. Returns the path.
-    """
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for number, one in enumerate(found.sweeps):
-        color = f"C{number}"
-        x = [point.eta / found.lr for point in one.points]
-        axes.plot(x, [point.off for point in one.points], "o-", color=color, label=one.dtype)
-        if one.precision_ends is not None and one.linearity_ends is not None:
-            ends = (one.precision_ends / found.lr, one.linearity_ends / found.lr)
-            height = TOLERANCE * 1.5**number
-            axes.plot(ends, [height, height], "|-", color=color, markersize=14, linewidth=0.8)
-            if one.precision_is_seen:
-                axes.annotate(
-                    f"precision of {one.dtype} ends",
-                    (ends[0], height),
-                    textcoords="offset points",
-                    xytext=(-4, 6),
-                    ha="right",
-                    fontsize=8,
-                    color=color,
-                )
-    axes.axhline(TOLERANCE, color="grey", linewidth=0.6, linestyle="--")
-    widest = found.sweeps[-1]
-    if widest.linearity_ends is not None and widest.linearity_is_seen:
-        axes.axvline(widest.linearity_ends / found.lr, color="grey", linewidth=0.6)
-        axes.annotate(
-            "linearity ends",
-            (widest.linearity_ends / found.lr, 1.0),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            xytext=(4, -12),
-            fontsize=8,
-        )
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="η in learning rates",
-        ylabel="|measured δH − η⟨∇H, v⟩| / |η⟨∇H, v⟩|",
-        title="where precision ends (left) and linearity ends (right)",
-    )
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    return path

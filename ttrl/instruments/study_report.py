@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ttrl.facts import read_facts
 from ttrl.instruments.precision import Precision, precision_text
-from ttrl.instruments.precision_sweep import PrecisionSweep, draw_precision, sweep_text
+from ttrl.instruments.precision_sweep import PrecisionSweep, sweep_text
 from ttrl.instruments.study_pictures import (
     age_text,
     draw_kernel,
     draw_logprobs,
     draw_position,
+    draw_precision,
     draw_response,
     draw_split,
     draw_tokens,
