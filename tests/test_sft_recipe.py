@@ -305,7 +305,7 @@ def test_an_end_must_be_given_and_be_within_reach(model, tmp_path):
             config(model, tmp_path, lines, **settings)
     with pytest.raises(
         ConfigError,
-        match=r"too little for a quarter of a step of 64 conversations .*lower batch_size",
+        match=r"too little for a quarter of a step: 64 conversations take .*lower batch_size",
     ):
         sft_recipe.train_on_examples(
             config(model, tmp_path, lines, steps=None, flops=1.0), Ranks(0, 1, torch.device("cpu"))

@@ -256,7 +256,7 @@ class StepEntropy(Facts):
     tasks: Count = None
     answers: Count = None
     dtype: str | None = None
-    """Of the passes; ∇H, the update and their product are as in the optimizer's step."""
+    """Of the forward and backward passes."""
     device: str | None = None
     seconds: Number = None
 

@@ -144,10 +144,14 @@ def packs(
             if count:
                 yield pack(batch[:count]), steps
             elif not number:
-                what = f"too little for a quarter of a step of {config.batch_size} conversations"
-                advice = f"({cost:.3g}); lower batch_size, or allow more"
+                what = "too little for a quarter of a step"
+                takes = f"{config.batch_size} conversations take {cost:.3g}"
                 raise ConfigError(
-                    "sft_recipe config", [f"flops is {config.flops:.3g}, {what} {advice}"]
+                    "sft_recipe config",
+                    [
+                        f"flops is {config.flops:.3g}, {what}: {takes}; lower batch_size, or allow "
+                        "more"
+                    ],
                 )
             return
         yield packed, steps

@@ -49,8 +49,8 @@ from torch import Tensor
 SUMS = 2**16
 """Sums of a projection: an error of at most 1/181 of |g_i||g_j|, in 256 KB for each gradient."""
 MOST_WHOLE = 4 * 10**9
-"""Gradients are held whole, and the kernel is exact, up to so many bytes. In float32, 1,000
-gradients of an adapter with a million parameters fit."""
+"""The most bytes of gradients to hold whole, for an exact kernel: in float32, 1,000 gradients of an
+adapter with a million parameters."""
 
 _COLUMNS = 2**16
 
