@@ -177,6 +177,13 @@ def test_rooms_and_files_have_a_size_to_read() -> None:
             assert len(text.splitlines()) >= MIN_LINES, path
 
 
+def test_a_file_name_says_which_file_it_is() -> None:
+    """Task families have the same parts, so their files share three names."""
+    names = Counter(path.name for path in SOURCES if not path.name.startswith("__"))
+    repeated = {name for name, files in names.items() if files > 1}
+    assert repeated == {"generator.py", "grading.py", "tasks.py"}
+
+
 NAMED_IN = ("ttrl/**/*.py", "tests/**/*.py", "tools/*.py", "recipes/*.py", "docs/**/*.md")
 NAMED_IN_FILES = ("README.md", "CONTRIBUTING.md", "pyproject.toml", "Makefile")
 NOT_OURS = {"end", "written", "objectives", "loggers"}

@@ -45,7 +45,7 @@ _HOME = {
     "run_recipe": "ttrl.cli.recipe_script",
     "plan": "ttrl.loop.run_plan",
     "replay": "ttrl.replays.replay",
-    "Run": "ttrl.live.run",
+    "Run": "ttrl.live.run_handle",
     "evaluate": "ttrl.evaluation.evaluate",
     "compare": "ttrl.evaluation.comparison",
     "TrainConfig": "ttrl.configs.run",
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from ttrl.evaluation.comparison import compare
     from ttrl.evaluation.evaluate import evaluate
     from ttrl.launch.tune import tune
-    from ttrl.live.run import Run
+    from ttrl.live.run_handle import Run
     from ttrl.loop.run_plan import plan
     from ttrl.loop.start import train
     from ttrl.records import Sample, TaskResult, TokenizedResult

@@ -17,7 +17,7 @@ from ttrl.costs.activations import Computation, layer_bytes
 from ttrl.costs.flops import forward_flops, forward_only_flops, pass_flops, recomputed_flops
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.costs.parameters import adapted_shapes, adapter_parameters, decoder_parameters, is_known
-from ttrl.costs.server import Serving, server_memory, state_cache_bytes, token_cache_bytes
+from ttrl.costs.server_memory import Serving, server_memory, state_cache_bytes, token_cache_bytes
 from ttrl.families.table import OWN_DECODERS
 from ttrl.training.models.layouts import layout_of_class
 from ttrl.training.models.transformers_decoder import TransformersDecoder

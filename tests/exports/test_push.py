@@ -18,7 +18,7 @@ from support.hub import TOKEN, Hub, Repository
 
 from ttrl.cli import main
 from ttrl.errors import RunFolderError, UserError
-from ttrl.exports.base import base_of
+from ttrl.exports.base_model import base_of
 from ttrl.exports.checkpoint import choose
 from ttrl.exports.push import package, push
 

@@ -18,7 +18,7 @@ from ttrl.evaluation.comparison import Comparison, SetComparison
 from ttrl.intervals import difference_over_seeds
 from ttrl.live.notebook import LiveView
 from ttrl.loop.train import RunResult
-from ttrl.monitoring.runs import FollowedRun
+from ttrl.monitoring.followed_runs import FollowedRun
 from ttrl.records import Sample
 from ttrl.report.compared_runs import compare_runs
 from ttrl.run_folder.folder import RunFolder

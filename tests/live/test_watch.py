@@ -29,7 +29,7 @@ from ttrl.live.essentials import Essentials, SampleText, essentials
 from ttrl.live.frame import Size, run_frame, words
 from ttrl.live.watch import Watch, watch
 from ttrl.monitoring.finding import Finding
-from ttrl.monitoring.runs import FollowedRun, State, UnderWay
+from ttrl.monitoring.followed_runs import FollowedRun, State, UnderWay
 from ttrl.run_folder.folder import RunFolder
 
 ARCHIVES = sorted((Path(__file__).parents[1] / "surface/old_runs").glob("*.tar.xz"))

@@ -14,7 +14,7 @@ import yaml
 from ttrl import TrainConfig, plan
 from ttrl.configs import GRPOConfig
 from ttrl.costs.memory import Workload, left_parked, training_memory
-from ttrl.costs.server import beyond_budget, left_asleep, server_memory, token_cache_bytes
+from ttrl.costs.server_memory import beyond_budget, left_asleep, server_memory, token_cache_bytes
 from ttrl.errors import ConfigError
 from ttrl.loop.train import Parts, _chosen
 from ttrl.plans.memory_plan import cpu_needs, host_needs, serving_of, shares_memory

@@ -15,7 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 from support.many_runs import make_run, sample, write_pack
 
-from ttrl.monitoring.runs import Runs
+from ttrl.monitoring.followed_runs import Runs
 from ttrl.run_folder.folder import RunFolder
 from ttrl.ui.guard import COOKIE
 from ttrl.ui.server import make_app

@@ -14,7 +14,7 @@ import yaml
 from ttrl.configs.base import without_secrets
 from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.errors import RunFolderError
-from ttrl.exports.base import Base
+from ttrl.exports.base_model import Base
 from ttrl.exports.checkpoint import Chosen
 from ttrl.facts import number
 from ttrl.ready_models import READY_MODELS

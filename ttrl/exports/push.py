@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from ttrl.errors import ModelFolderError, UserError, describe
-from ttrl.exports.base import base_of
+from ttrl.exports.base_model import base_of
 from ttrl.exports.card import CURVE, write_card
 from ttrl.exports.checkpoint import Chosen
 from ttrl.records import ADAPTER_FOLDER, CANARY_FILE

@@ -81,12 +81,12 @@ from ttrl.text import counted
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
 from ttrl.training.objective.objective import objective_from
+from ttrl.training.optimizer.implicit_reward import RewardModel
 from ttrl.training.optimizer.optimizer import (
     OptimizerInBackward,
     learning_rate,
     make_optimizer,
 )
-from ttrl.training.optimizer.reward_model import RewardModel
 from ttrl.training.optimizer.state import state_tensors
 from ttrl.training.parallel.distributed import Ranks, derived_generator, ranks
 from ttrl.training.parallel.gradients import clip_gradients

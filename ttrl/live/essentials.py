@@ -14,7 +14,7 @@ from ttrl.errors import TtrlError
 from ttrl.facts import Pick, metric, number
 from ttrl.messages import text_of
 from ttrl.monitoring.finding import Finding
-from ttrl.monitoring.runs import FollowedRun, State, readable
+from ttrl.monitoring.followed_runs import FollowedRun, State, readable
 from ttrl.records import Sample
 from ttrl.report.phrases import dead_shares, is_overfit, summary
 from ttrl.report.samples import parsed, stamp_of

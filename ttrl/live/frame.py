@@ -17,7 +17,7 @@ from rich.text import Text
 from ttrl.live.essentials import Curve, Essentials, RunLine
 from ttrl.live.text_plot import plain, plot, sparkline
 from ttrl.monitoring.finding import Severity
-from ttrl.monitoring.runs import UnderWay
+from ttrl.monitoring.followed_runs import UnderWay
 from ttrl.text import counted, duration, harmless, present
 
 _STATES = {"running": "bold green", "finished": "bold blue", "damaged": "bold red"}

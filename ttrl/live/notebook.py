@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from ttrl.errors import UserError, describe
 from ttrl.live.essentials import Essentials, essentials
-from ttrl.monitoring.runs import FollowedRun, State, is_run
+from ttrl.monitoring.followed_runs import FollowedRun, State, is_run
 from ttrl.report.charts import sparkline
 from ttrl.report.conversations import template
 from ttrl.report.figures import learning

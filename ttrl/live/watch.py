@@ -21,7 +21,7 @@ from rich.live import Live
 
 from ttrl.live.essentials import essentials, run_line
 from ttrl.live.frame import Size, run_frame, runs_frame, words
-from ttrl.monitoring.runs import FollowedRun, Runs, read_some
+from ttrl.monitoring.followed_runs import FollowedRun, Runs, read_some
 from ttrl.system.console import Console as Speaker
 
 SECONDS = 1.0

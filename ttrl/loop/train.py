@@ -21,7 +21,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import DriftError, ModelFolderError
 from ttrl.launch.trainer import Trainer
 from ttrl.live.notebook import LiveView
-from ttrl.live.run import Run
+from ttrl.live.run_handle import Run
 from ttrl.loop.checks import checked
 from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases

@@ -16,7 +16,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.configs.vllm_arguments import lacks_argument
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.costs.parameters import model_shape
-from ttrl.costs.server import Serving, beyond_budget, server_memory, token_cache_bytes
+from ttrl.costs.server_memory import Serving, beyond_budget, server_memory, token_cache_bytes
 from ttrl.families.values import model_settings
 from ttrl.plans.expected_lengths import PROMPT_TOKENS, Assumptions, completion_mean
 from ttrl.plans.memory_plan import (

@@ -18,7 +18,7 @@ from ttrl.costs.memory import (
     savings,
     training_memory,
 )
-from ttrl.costs.server import (
+from ttrl.costs.server_memory import (
     Serving,
     beyond_budget,
     left_asleep,

@@ -43,7 +43,7 @@ from ttrl.training.objective.token_rewards import (
     token_divergences,
     value_advantages,
 )
-from ttrl.training.optimizer.reward_model import RewardModel
+from ttrl.training.optimizer.implicit_reward import RewardModel
 from ttrl.training.parallel.distributed import Ranks, run_on_ranks
 from ttrl.training.policy.adapters import as_policy_of, as_reference
 from ttrl.training.policy.loading import load_policy

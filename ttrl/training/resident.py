@@ -39,8 +39,8 @@ from ttrl.records import ADAPTER_FOLDER, Canary, Handover
 from ttrl.system.files import again
 from ttrl.system.request_folder import RequestFolder
 from ttrl.training.checkpoints import hand_over
-from ttrl.training.optimizer.reward_model import FOLDER as REWARD_MODEL
-from ttrl.training.optimizer.reward_model import RewardModel
+from ttrl.training.optimizer.implicit_reward import FOLDER as REWARD_MODEL
+from ttrl.training.optimizer.implicit_reward import RewardModel
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks, check_here, parse_config, run_on_ranks
 from ttrl.training.parallel.host_memory import places

@@ -25,7 +25,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.training.batches import Update, policy_inputs
 from ttrl.training.counts import work_counts
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.optimizer.reward_model import RewardModel
+from ttrl.training.optimizer.implicit_reward import RewardModel
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.step_metrics import Sums

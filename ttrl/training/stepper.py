@@ -15,6 +15,7 @@ from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.errors import RunFolderError
 from ttrl.system.files import read_object, write_json
 from ttrl.training.faults import Skipped, somewhere
+from ttrl.training.optimizer.implicit_reward import RewardModel
 from ttrl.training.optimizer.optimizer import (
     OptimizerInBackward,
     begin_step,
@@ -23,7 +24,6 @@ from ttrl.training.optimizer.optimizer import (
     make_optimizer,
     tensors_with_parameters,
 )
-from ttrl.training.optimizer.reward_model import RewardModel
 from ttrl.training.optimizer.state import load_state, save_state
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks

@@ -7,7 +7,7 @@ from starlette.datastructures import QueryParams
 
 from ttrl.errors import TtrlError, UserError
 from ttrl.facts import Figure, MetricsRow, number
-from ttrl.monitoring.runs import Runs, readable
+from ttrl.monitoring.followed_runs import Runs, readable
 from ttrl.report.compared_runs import (
     BY,
     UNITS,

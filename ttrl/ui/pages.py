@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ttrl.errors import TtrlError
-from ttrl.monitoring.runs import FollowedRun, Runs, State
+from ttrl.monitoring.followed_runs import FollowedRun, Runs, State
 from ttrl.report.conversations import template
 from ttrl.report.page import visible
 from ttrl.text import compact, duration

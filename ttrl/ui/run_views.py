@@ -8,7 +8,7 @@ from starlette.datastructures import QueryParams
 
 from ttrl.facts import MetricsRow
 from ttrl.live.essentials import run_line
-from ttrl.monitoring.runs import Runs, read_some
+from ttrl.monitoring.followed_runs import Runs, read_some
 from ttrl.report.charts import sparkline
 from ttrl.report.conversations import Message
 from ttrl.report.page import report_body

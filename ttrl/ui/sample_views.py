@@ -5,7 +5,7 @@ from urllib.parse import urlencode
 from starlette.datastructures import QueryParams
 
 from ttrl.errors import UserError
-from ttrl.monitoring.runs import Runs
+from ttrl.monitoring.followed_runs import Runs
 from ttrl.report.conversations import sample_pages
 from ttrl.report.samples import TRAINER_FILE, stamp_of
 from ttrl.report.view import FILE_NAME, FIRST_ROWS, open_pack

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ttrl.errors import TtrlError, UserError
-from ttrl.monitoring.runs import Runs
+from ttrl.monitoring.followed_runs import Runs
 from ttrl.report.page import css
 from ttrl.ui.compare_view import compare_page
 from ttrl.ui.guard import Guard, new_key

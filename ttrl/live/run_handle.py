@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttrl.live.notebook import LiveView, notebook_html
-from ttrl.monitoring.runs import FollowedRun, is_run
+from ttrl.monitoring.followed_runs import FollowedRun, is_run
 from ttrl.report.phrases import summary
 from ttrl.run_folder.reader import RunData, read_run
 from ttrl.system.frames import data_frame

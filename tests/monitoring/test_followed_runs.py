@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.many_runs import make_run, rows, write_samples
 
 from ttrl.errors import RunFolderError, UserError
-from ttrl.monitoring.runs import FollowedRun, Runs
+from ttrl.monitoring.followed_runs import FollowedRun, Runs
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_run
 

@@ -15,7 +15,7 @@ from ttrl.costs.memory import (
     offloaded_bytes,
     training_memory,
 )
-from ttrl.costs.server import (
+from ttrl.costs.server_memory import (
     Serving,
     beyond_budget,
     captured_graphs,
