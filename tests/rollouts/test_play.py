@@ -863,6 +863,28 @@ def test_a_full_context_ends_it(kit):
     assert {sample.error.split(":")[0] for sample in full.samples} == {"RolloutLimitError"}
 
 
+EXACT_FIT = "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)"
+
+
+def test_a_prompt_that_fills_the_context_exactly_ends_it(kit):
+    def answer(body):
+        if "stream" not in body:  # /tokenize
+            return kit.Reply({"count": 40, "max_model_len": 40})
+        return kit.error(400, EXACT_FIT) if len(body["messages"]) > 2 else "one"
+
+    tasks = [Task(SYSTEM, lambda choice: 0.25, rollout=two_turns, id="t")]
+    (sample,) = kit.run(talking(answer, kit=kit), tasks)[0].samples
+    assert (sample.error, sample.reward, sample.finish_reason) == (None, 0.25, "length")
+
+
+def test_the_user_s_own_max_tokens_of_0_is_no_full_context(kit):
+    tasks = [Task(SYSTEM, lambda choice: 0.25, rollout=two_turns, id="t")]
+    refuse = talking(lambda body: kit.error(400, EXACT_FIT), kit=kit)
+    params = {"extra_body": {"max_tokens": 0}}
+    (sample,) = kit.run(refuse, tasks, params=params)[0].samples
+    assert sample.error.startswith("RequestError") and "at least 1, got 0" in sample.error
+
+
 def test_a_shorter_answer_is_asked_for_where_there_is_room(kit):
     seen = []
 
@@ -889,6 +911,7 @@ def test_a_shorter_answer_is_asked_for_where_there_is_room(kit):
             {"count": 41, "max_model_len": 40},
             0,
         ),
+        (400, "max_tokens must be at least 1, got 0.", {"count": 40, "max_model_len": 40}, 0),
         (400, TOO_LONG, {"count": "31"}, 0),
         (400, TOO_LONG, [31, 40], 0),
         (413, TOO_LONG, None, 0),

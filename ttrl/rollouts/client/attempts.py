@@ -28,6 +28,8 @@ _TOO_LONG = (
     "context length", "context_length", "context window", "max_model_len", "maximum model length",
     "maximum input length", "context size",
 )  # fmt: skip
+# vLLM's words if the prompt fills the context exactly, and the request leaves max_tokens to it.
+_NO_TOKEN_LEFT = "max_tokens must be at least 1, got 0"
 # Parameters the prompt depends on.
 _OF_THE_PROMPT = (
     "tools",
@@ -176,7 +178,11 @@ async def room_left(
     A request is refused as a whole if prompt and `max_tokens` together exceed the context, so there
     may be room for a shorter answer. vLLM's /tokenize tells.
     """
-    if error.status not in (400, 413, 422) or not any(words in str(error) for words in _TOO_LONG):
+    if request.max_tokens is None:
+        refusals = (*_TOO_LONG, _NO_TOKEN_LEFT)
+    else:
+        refusals = _TOO_LONG
+    if error.status not in (400, 413, 422) or not any(words in str(error) for words in refusals):
         return None
     body = {name: request.parameters[name] for name in _OF_THE_PROMPT if name in request.parameters}
     prompt = raw_prompt(messages)
