@@ -18,6 +18,8 @@ from ttrl.errors import GraderError
 from ttrl.system.tracing import Span, end_within, span, spans_to, trace_headers
 
 pytest.importorskip("opentelemetry.sdk")
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -58,6 +60,55 @@ def test_a_span_has_its_parent_and_the_kind_of_its_error_alone(kept):
     assert dict(parent.attributes) == {"a": 1}
     assert dict(inner.attributes) == {"error.type": "ValueError"} and not inner.status.is_ok
     assert "secret" not in inner.to_json() and not inner.events
+
+
+def test_the_script_s_own_span_stays_current_inside_ours(kept):
+    theirs = TracerProvider().get_tracer("script")  # its spans go elsewhere
+    with theirs.start_as_current_span("script") as script, span("outer"):
+        assert trace.get_current_span() is script
+        with theirs.start_as_current_span("grader's") as within, span("inner"):
+            assert trace.get_current_span() is within
+        assert within.parent.span_id == script.get_span_context().span_id
+        headers = trace_headers()
+    inner, outer = kept.get_finished_spans()
+    assert inner.parent.span_id == outer.context.span_id
+    assert f"{outer.context.span_id:016x}" in headers["traceparent"]
+    assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+SCRIPT = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+class Wrapped(trace.TracerProvider):  # as some vendors do
+    inner = TracerProvider()
+    def get_tracer(self, *args, **kwargs):
+        return self.inner.get_tracer(*args, **kwargs)
+
+trace.set_tracer_provider(Wrapped() if WRAPPED else TracerProvider())
+from ttrl.system.tracing import span
+tracer = trace.get_tracer("script")
+with tracer.start_as_current_span("script") as script:
+    with span("ours") as ours:
+        with tracer.start_as_current_span("inner") as inner:
+            pass
+    assert trace.get_current_span() is script
+assert ours.recorded.parent.span_id == script.get_span_context().span_id
+assert inner.parent.span_id == ours.recorded.get_span_context().span_id
+print(ours.recorded.resource is Wrapped.inner.resource)
+"""
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_our_spans_join_those_of_the_script_s_provider(wrapped):
+    done = subprocess.run(
+        [sys.executable, "-c", f"WRAPPED = {wrapped}\n{SCRIPT}"],
+        env={**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(wrapped)
 
 
 class Traced(ChatHandler):

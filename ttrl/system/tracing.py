@@ -6,8 +6,9 @@ OpenTelemetry is loaded, and a span costs about a microsecond. Names follow the 
 conventions where they exist. Spans hold names, numbers and kinds of errors; never a prompt, a
 completion, an error's text or a key.
 
-A provider that the script has set is used as it is. Otherwise a thread of our own sends the spans.
-A collector that is down costs one line in the log, and at most FLUSH_SECONDS at the end.
+A provider that the script has set is used as it is. Otherwise a thread of our own sends the spans,
+and the script's current span stays current inside them: its spans may go elsewhere. A collector
+that is down costs one line in the log, and at most FLUSH_SECONDS at the end.
 """
 
 import atexit
@@ -28,6 +29,8 @@ FLUSH_SECONDS = 5.0
 Attributes: TypeAlias = Mapping[str, str | int | float | bool | None]
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _NO_HEADERS: Mapping[str, str] = {}
+_OWN = "ttrl-span"
+"""Holds the current span of our own provider in OpenTelemetry's context."""
 
 
 class Span:
@@ -74,7 +77,11 @@ class _RecordedSpan(Span):
     def __enter__(self) -> "Span":
         from opentelemetry import context, trace
 
-        self._token = context.attach(trace.set_span_in_context(self.recorded))
+        if _tracing.is_own:
+            within = context.set_value(_OWN, self.recorded)
+        else:
+            within = trace.set_span_in_context(self.recorded)
+        self._token = context.attach(within)
         return self
 
     def __exit__(
@@ -110,12 +117,14 @@ class _Tracing:
         self._lock = threading.Lock()
         self.is_known = False
         self.tracer: Any = None
+        self.is_own = False
+        """Whether its provider is ours, not the script's."""
 
     def find(self) -> Any:
         """Return the tracer; None without an endpoint."""
         with self._lock:
             if not self.is_known:
-                self.tracer = _tracer()
+                self.tracer, self.is_own = _tracer()
                 self.is_known = True
         return self.tracer
 
@@ -134,9 +143,10 @@ def span(
         return _NOTHING
     from opentelemetry import trace
 
-    context = None
     if isinstance(parent, _RecordedSpan):
         context = trace.set_span_in_context(parent.recorded)
+    else:
+        context = _around()
     begun = _RecordedSpan(
         _tracing.tracer.start_span(
             name,
@@ -149,6 +159,18 @@ def span(
     return begun
 
 
+def _around() -> Any:
+    """Return the context with our own provider's current span; None for OpenTelemetry's current
+    one.
+    """
+    from opentelemetry import context, trace
+
+    own: Any = context.get_value(_OWN)
+    if own is None:
+        return None
+    return trace.set_span_in_context(own)
+
+
 def trace_headers() -> Mapping[str, str]:
     """Return the headers that tell a server the current span (`traceparent`); none without an
     endpoint.
@@ -158,7 +180,7 @@ def trace_headers() -> Mapping[str, str]:
     from opentelemetry.trace.propagation import tracecontext
 
     headers: dict[str, str] = {}
-    tracecontext.TraceContextTextMapPropagator().inject(headers)
+    tracecontext.TraceContextTextMapPropagator().inject(headers, _around())
     return headers
 
 
@@ -169,27 +191,29 @@ def spans_to(processor: Any) -> Iterator[None]:
 
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(processor)
-    before = _tracing.tracer, _tracing.is_known
+    before = _tracing.tracer, _tracing.is_known, _tracing.is_own
     _tracing.tracer = provider.get_tracer("ttrl", __version__)
     _tracing.is_known = True
+    _tracing.is_own = True
     try:
         yield
     finally:
-        _tracing.tracer, _tracing.is_known = before
+        _tracing.tracer, _tracing.is_known, _tracing.is_own = before
         provider.shutdown()
 
 
-def _tracer() -> Any:
+def _tracer() -> tuple[Any, bool]:
+    """Return the tracer, None without an endpoint, and whether its provider is ours."""
     endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if endpoint is None or disabled or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
-        return None
+        return None, False
     try:
         from opentelemetry import trace
-        from opentelemetry.sdk.trace import TracerProvider
 
         provider = trace.get_tracer_provider()
-        if not isinstance(provider, TracerProvider):
+        is_own = isinstance(provider, trace.ProxyTracerProvider)  # the script has set none
+        if is_own:
             provider = _own_provider(endpoint)
     except ModuleNotFoundError as error:
         logger.warning(
@@ -197,13 +221,13 @@ def _tracer() -> Any:
             "pip install opentelemetry-sdk opentelemetry-exporter-otlp",
             error.name,
         )
-        return None
+        return None, False
     except Exception as error:  # noqa: BLE001
         # A wrong variable is said once; a run does not end for it.
         kind = type(error).__name__
         logger.warning("no spans are sent: OpenTelemetry refuses its settings (%s)", kind)
-        return None
-    return provider.get_tracer("ttrl", __version__)
+        return None, False
+    return provider.get_tracer("ttrl", __version__), is_own
 
 
 def _own_provider(endpoint: str) -> Any:
