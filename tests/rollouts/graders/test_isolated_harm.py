@@ -245,13 +245,19 @@ def test_a_worker_that_dies_before_it_takes_its_order_costs_nothing(bench):
     assert bench.runner.run(main()).reward == 4.0
 
 
+def kill_keeper(bench):
+    """Kill a bench's keeper; return all the processes that end with it."""
+    dying = [(bench.keeper, None), *process_guard.descendants(bench.keeper)]
+    os.kill(bench.keeper, signal.SIGKILL)
+    return [pid for pid, _ in dying]
+
+
 def test_the_keeper_is_started_again(make_bench, tmp_path):
     made = make_bench(size=2)
     assert made.grade(lambda choice: 1.0).reward == 1.0
-    dying = [(made.keeper, None), *process_guard.descendants(made.keeper)]
-    os.kill(made.keeper, signal.SIGKILL)
+    dying = kill_keeper(made)
     # What still lives may take a grade with it.
-    until(lambda: not any(process_guard.process_id(pid) for pid, _ in dying))
+    until(lambda: not any(map(process_guard.process_id, dying)))
     assert made.grade_all([lambda choice: 2.0] * 3) == [2.0] * 3
 
     def hangs(choice):
@@ -262,11 +268,13 @@ def test_the_keeper_is_started_again(make_bench, tmp_path):
         grading = asyncio.ensure_future(made.grading(hangs))
         while not (tmp_path / "started").exists():
             await asyncio.sleep(0.01)
-        os.kill(made.keeper, signal.SIGKILL)
+        dying = kill_keeper(made)
         with pytest.raises(GraderError, match=r"were killed from outside|was ended by SIGKILL"):
             await grading
+        return dying
 
-    made.runner.run(while_it_runs())
+    dying = made.runner.run(while_it_runs())
+    until(lambda: not any(map(process_guard.process_id, dying)))
     assert made.grade(lambda choice: 3.0).reward == 3.0
 
 
