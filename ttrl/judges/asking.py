@@ -126,11 +126,7 @@ class Asked:
             raise GraderError(
                 f"the judge {self.model} at {self.base_url}: {describe(error)}{tries}"
             ) from error
-        if isinstance(found, dict):
-            usage = found.get("usage")
-        else:
-            usage = None
-        usage = usage if isinstance(usage, dict) else {}
+        usage = wire.object_of(wire.object_of(found).get("usage"))
         answer = Answer(
             found, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         )

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import obstore
 from obstore import exceptions
@@ -19,7 +18,7 @@ from obstore.store import ObjectStore
 
 from ttrl.errors import UserError
 from ttrl.rollouts.cache.entries import MOST_BYTES, DamagedEntry, Entry, decode_entry, split_key
-from ttrl.rollouts.client.wire import loads, text_of
+from ttrl.rollouts.client.wire import loads, object_of, text_of
 from ttrl.system.files import atomic_file
 from ttrl.system.object_store import Store, TooLarge, get_bytes, reason
 
@@ -279,8 +278,7 @@ def _line(name: str, entry: Entry) -> bytes:
     about = entry.about
     split = split_key(name)
     assert split is not None
-    choice: Any = loads(entry.choice)
-    choice = choice if isinstance(choice, dict) else {}
+    choice = object_of(loads(entry.choice))
     message = choice.get("message") or {}
     logprobs = choice.get("logprobs") or {}
     row = {

@@ -18,7 +18,7 @@ from ttrl.rollouts.client.detokenize import ServerTokenizer
 from ttrl.rollouts.client.opening import with_opening
 from ttrl.rollouts.client.stream import stream_answers
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import Answer, loads, read_answers
+from ttrl.rollouts.client.wire import Answer, loads, object_of, read_answers
 from ttrl.text import present
 
 STREAM_INTERVAL = 8
@@ -178,11 +178,10 @@ async def room_left(
     A request is refused as a whole if prompt and `max_tokens` together exceed the context, so there
     may be room for a shorter answer. vLLM's /tokenize tells.
     """
-    if request.max_tokens is None:
-        refusals = (*_TOO_LONG, _NO_TOKEN_LEFT)
-    else:
-        refusals = _TOO_LONG
-    if error.status not in (400, 413, 422) or not any(words in str(error) for words in refusals):
+    is_full = any(words in str(error) for words in _TOO_LONG)
+    if request.max_tokens is None and _NO_TOKEN_LEFT in str(error):
+        is_full = True
+    if error.status not in (400, 413, 422) or not is_full:
         return None
     body = {name: request.parameters[name] for name in _OF_THE_PROMPT if name in request.parameters}
     prompt = raw_prompt(messages)
@@ -195,15 +194,12 @@ async def room_left(
     try:
         if isinstance(prompt, str):
             body |= await without_second_beginning(prompt, transport, request)
-        answer = loads(
-            await transport.post("/tokenize", {**body, "model": request.model}, root=True)
-        )
+        data = await transport.post("/tokenize", {**body, "model": request.model}, root=True)
     except RequestError:
         return 0
-    count, most = (
-        answer.get(name) if isinstance(answer, dict) else None
-        for name in ("count", "max_model_len")
-    )
+    answer = object_of(loads(data))
+    most = answer.get("max_model_len")
+    count = answer.get("count")
     if isinstance(prompt, list):
         count = len(prompt)
     if type(count) is int and type(most) is int:

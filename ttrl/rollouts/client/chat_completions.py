@@ -205,8 +205,8 @@ def checked_parameters(params: Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise UserError(
             f"params[{name!r}] is not a sampling parameter of the OpenAI API or of vLLM; {hint}"
         )
-    _check_number("params['temperature']", given.get("temperature"), 0.0, math.inf)
-    _check_number("params['top_p']", given.get("top_p"), 0.0, 1.0)
+    _check_number("params['temperature']", given.get("temperature"), math.inf)
+    _check_number("params['top_p']", given.get("top_p"), 1.0)
     for name in ("max_tokens", "max_completion_tokens"):
         if name in given:
             check_int(f"params[{name!r}]", given[name], at_least=1)
@@ -221,13 +221,13 @@ def check_int(name: str, value: object, *, at_least: int) -> None:
         raise UserError(f"{name} is {value!r}; give a whole number of at least {at_least}")
 
 
-def _check_number(name: str, value: Any, low: float, high: float) -> None:
-    if value is not None and not (is_number(value) and low <= value <= high):
+def _check_number(name: str, value: Any, high: float) -> None:
+    if value is not None and not (is_number(value) and 0.0 <= value <= high):
         if math.isfinite(high):
             above = f"and at most {high:g}"
         else:
             above = "and finite"
-        raise UserError(f"{name} is {value!r}; give a number of at least {low:g} {above}")
+        raise UserError(f"{name} is {value!r}; give a number of at least 0 {above}")
 
 
 def _is_left_out(value: object) -> bool:

@@ -18,7 +18,7 @@ from openai.types.chat.chat_completion import ChatCompletion, Choice, ChoiceLogp
 from ttrl.errors import ServerError, TokenizationError
 from ttrl.messages import JsonObject, Message
 from ttrl.records import Sample
-from ttrl.rollouts.client.wire import Answer, as_texts, is_ids, text_of
+from ttrl.rollouts.client.wire import Answer, as_texts, dumped, is_ids, object_of, text_of
 from ttrl.text import is_number
 
 UNKNOWN_LOGPROB = -9999.0
@@ -162,19 +162,13 @@ def _read(answer: Answer, place: str) -> _Read:
     message = choice.get("message")
     logprobs = choice.get("logprobs")
     ids = choice.get("token_ids")
-    if isinstance(message, dict):
-        content = text_of(message.get("content"))
-    else:
-        content = None
+    content = text_of(object_of(message).get("content"))
     if not isinstance(content, str):
         content = None
     reason = choice.get("finish_reason")
     opening = choice.get("opening")
     experts = choice.get("routed_experts")
-    if isinstance(logprobs, dict):
-        entries = logprobs.get("content")
-    else:
-        entries = None
+    entries = object_of(logprobs).get("content")
     return _Read(
         message=_Message(content) if isinstance(message, dict) else None,
         finish_reason=reason if isinstance(reason, str) else None,
@@ -188,11 +182,8 @@ def _read(answer: Answer, place: str) -> _Read:
 
 
 def _known(entry: Any) -> float:
-    if isinstance(entry, dict):
-        value = entry.get("logprob")
-    else:
-        value = None
-    if value is not None and is_number(value) and value > UNKNOWN_LOGPROB:
+    value = object_of(entry).get("logprob")
+    if is_number(value) and value > UNKNOWN_LOGPROB:
         return float(value)
     return UNKNOWN_LOGPROB
 
@@ -304,7 +295,7 @@ def openai_choice(answer: Answer, index: int | None = None) -> Choice:
     except ValueError:
         fields = _json(answer)
         if "logprobs" in fields:
-            logprobs = msgspec.Raw(json.dumps(fields.pop("logprobs")).encode())
+            logprobs = msgspec.Raw(dumped(fields.pop("logprobs")))
         else:
             logprobs = None
     if index is not None:

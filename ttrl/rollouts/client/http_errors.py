@@ -9,7 +9,7 @@ import re
 from collections.abc import AsyncIterable, Mapping
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.client.wire import loads
+from ttrl.rollouts.client.wire import loads, object_of
 from ttrl.text import gib, one_line
 
 _NO_PARSER = re.compile(r"tool[ _]choice.* requires .*--tool-call-parser to be set")
@@ -61,14 +61,8 @@ def status_error(
     mistake.
     """
     parsed = loads(body)
-    if isinstance(parsed, dict):
-        error = parsed.get("error", parsed)
-    else:
-        error = parsed
-    if isinstance(error, dict):
-        words = error.get("message") or error.get("detail")
-    else:
-        words = error
+    error = object_of(parsed).get("error", parsed)
+    words = object_of(error).get("message") or object_of(error).get("detail")
     text = one_line(words or error or body.decode(errors="replace") or "no words")
     if _NO_PARSER.search(text):
         text = f"{_NAME_A_PARSER} (vLLM: {text})"

@@ -154,11 +154,7 @@ class HTTPTransport:
                 self.base_url, timeout if timeout is not None else self.read_timeout
             )
         if isinstance(error, aiohttp.ClientConnectorError):
-            if error.os_error is not None:
-                inner = error.os_error
-            else:
-                inner = error
-            return connection_error(self.base_url, inner)
+            return connection_error(self.base_url, error.os_error or error)
         if isinstance(error, aiohttp.ClientResponseError):
             return RequestError(
                 f"{self.base_url}: the server's answer is not HTTP: {one_line(str(error))}",

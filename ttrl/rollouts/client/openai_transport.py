@@ -46,6 +46,12 @@ class ClientTransport:
     def _options(self, **more: Any) -> dict[str, Any]:
         return {"headers": {_RAW: "stream"}, "max_retries": 0, **more}
 
+    def _url(self, path: str, root: bool) -> str:
+        """Return the whole address above /v1; below it, the path, for the client to complete."""
+        if root:
+            return root_of(self.base_url) + path
+        return path
+
     async def _whole(self, response: Any, most: int) -> bytes:
         try:
             return await collected(response.http_response.aiter_bytes(), most, self.base_url)
@@ -54,23 +60,15 @@ class ClientTransport:
 
     async def post(self, path: str, body: Mapping[str, Any], *, root: bool = False) -> bytes:
         with self._explaining():
-            if root:
-                url = root_of(self.base_url) + path
-            else:
-                url = path
             response: Any = await self._client.post(
-                url, cast_to=object, body=dict(body), options=self._options()
+                self._url(path, root), cast_to=object, body=dict(body), options=self._options()
             )
             return await self._whole(response, most_bytes(body))
 
     async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
         with self._explaining(timeout):
-            if root:
-                url = root_of(self.base_url) + path
-            else:
-                url = path
             response: Any = await self._client.get(
-                url, cast_to=object, options=self._options(timeout=timeout)
+                self._url(path, root), cast_to=object, options=self._options(timeout=timeout)
             )
             return await self._whole(response, most_bytes(None))
 

@@ -65,10 +65,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int] | None = None
 
 
-class TokenLogprob(msgspec.Struct):
-    token: str = ""
-    logprob: float | None = None
-    bytes: list[int] | None = None
+class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] | None = None
 
 
@@ -212,11 +209,11 @@ def _leniently(data: bytes, place: str) -> Chunk:
         choices = obj.get("choices") or []
         for choice in choices:
             as_texts(choice.get("delta"))
-        raws = [json.dumps(choice.pop("logprobs", None)).encode() for choice in choices]
+        raws = [dumped(choice.pop("logprobs", None)) for choice in choices]
         chunk = msgspec.convert(obj, Chunk, strict=False)
         for choice, raw in zip(chunk.choices or (), raws, strict=True):
             choice.raw_logprobs = msgspec.Raw(raw)
-        chunk.error = msgspec.Raw(json.dumps(error).encode())
+        chunk.error = msgspec.Raw(dumped(error))
         return chunk
     except (ValueError, TypeError, AttributeError, RecursionError) as problem:
         shown = one_line(data.decode(errors="replace"))
@@ -345,9 +342,7 @@ def _response(data: bytes, place: str) -> _Response:
         )
     choices = obj.get("choices")
     obj["choices"] = (
-        [msgspec.Raw(json.dumps(choice).encode()) for choice in choices]
-        if isinstance(choices, list)
-        else None
+        [msgspec.Raw(dumped(choice)) for choice in choices] if isinstance(choices, list) else None
     )
     return _Response(**{name: obj.get(name) for name in _Response.__struct_fields__})
 
@@ -357,9 +352,7 @@ def _count(raw: bytes) -> tuple[Any, int | None]:
     try:
         counted = _counted_decoder.decode(raw)
     except _UNREADABLE:
-        choice = loads(raw)
-        if not isinstance(choice, dict):
-            return None, None
+        choice = object_of(loads(raw))
         ids = choice.get("token_ids")
         raw_logprobs = msgspec.Raw(dumped(choice.get("logprobs")))
         counted = _Counted(
@@ -379,11 +372,7 @@ def count_entries(raw_logprobs: bytes) -> int | None:
     try:
         content = _entries_decoder.decode(raw_logprobs).content
     except _UNREADABLE:
-        logprobs = loads(raw_logprobs)
-        if isinstance(logprobs, dict):
-            content = logprobs.get("content")
-        else:
-            content = None
+        content = object_of(loads(raw_logprobs)).get("content")
     if isinstance(content, list):
         return len(content)
     return None
@@ -404,12 +393,8 @@ def in_order(answers: Sequence[Answer], indexes: Sequence[Any], n: int) -> list[
 
 def read_usage(usage: Any) -> Usage:
     """Return the valid parts of a usage."""
-    usage = usage if isinstance(usage, dict) else {}
-    details = usage.get("prompt_tokens_details")
-    if isinstance(details, dict):
-        cached = details.get("cached_tokens")
-    else:
-        cached = None
+    usage = object_of(usage)
+    cached = object_of(usage.get("prompt_tokens_details")).get("cached_tokens")
     counts = {
         name: _count_or_none(usage.get(name))
         for name in ("prompt_tokens", "completion_tokens", "total_tokens")
@@ -425,15 +410,9 @@ def _count_or_none(value: Any) -> int | None:
 
 def failure(error: Any, place: str) -> RequestError:
     """Return the error reported in an answer of status 200."""
-    if isinstance(error, dict):
-        message = error.get("message")
-    else:
-        message = error
-    if isinstance(error, dict):
-        code = error.get("code")
-    else:
-        code = None
-    text = f"{place}: the server failed: {one_line(message or error)}"
+    code = object_of(error).get("code")
+    message = object_of(error).get("message") or error
+    text = f"{place}: the server failed: {one_line(message)}"
     if type(code) is int and 400 <= code < 600:
         return RequestError(f"{text} (code {code})", "status", status=code)
     return RequestError(text, "malformed")
@@ -479,6 +458,13 @@ def loads(data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         return None
+
+
+def object_of(value: Any) -> Mapping[str, Any]:
+    """Return a JSON object; an empty one for any other value."""
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def is_ids(ids: object) -> bool:
