@@ -12,6 +12,7 @@ from ttrl.agents.request_parameters import MODEL, Asked, events
 from ttrl.errors import UserError
 from ttrl.messages import JsonObject, Message
 from ttrl.records import PROMPT
+from ttrl.rollouts.client.wire import is_ids
 from ttrl.text import short
 
 FREE = frozenset({"prompt"})
@@ -23,10 +24,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if not prompt or not (
-        isinstance(prompt, str)
-        or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
-    ):
+    if not prompt or not (isinstance(prompt, str) or is_ids(prompt)):
         raise UserError(
             f"prompt is {short(prompt, 60)}; give one prompt: a text or a list of token ids"
         )

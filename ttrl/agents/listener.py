@@ -11,7 +11,6 @@ two busy cores).
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from aiohttp import web
@@ -75,12 +74,7 @@ class Listener:
         self.root = f"http://{host}:{self._runner.addresses[0][1]}"
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
         for session in list(self._agents.values()):
             await session.close()
@@ -155,11 +149,7 @@ async def _explained(request: web.Request, handler: Handler) -> web.StreamRespon
     except (UserError, GraderError) as error:
         return refusal(400, str(error), "refused")
     except TtrlError as error:
-        is_own_fault = (
-            isinstance(error, RequestError)
-            and error.status is not None
-            and 400 <= error.status < 500
-        )
+        is_own_fault = isinstance(error, RequestError) and 400 <= (error.status or 0) < 500
         return refusal(400 if is_own_fault else 502, str(error), "policy_failed")
     except web.HTTPException as error:
         known = ", ".join(f"/v1{path}" for path in (*APIS, "/models"))

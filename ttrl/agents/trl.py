@@ -205,12 +205,9 @@ class TrlGrader:
     async def _awaited(
         self, outputs: list[Any], weights: list[float], names: list[str], metrics: dict[str, float]
     ) -> "GraderOutput":
-        waiting = [place for place, output in enumerate(outputs) if inspect.isawaitable(output)]
-        for place, output in zip(
-            waiting, await asyncio.gather(*(outputs[place] for place in waiting)), strict=True
-        ):
-            outputs[place] = output
-        return self._sum(outputs, weights, names, metrics)
+        found = iter(await asyncio.gather(*filter(inspect.isawaitable, outputs)))
+        known = [next(found) if inspect.isawaitable(output) else output for output in outputs]
+        return self._sum(known, weights, names, metrics)
 
     def _sum(
         self, outputs: list[Any], weights: list[float], names: list[str], metrics: dict[str, float]

@@ -76,7 +76,7 @@ class InferenceEarlyStop:
                 logprobs = None
             if not logprobs:
                 if part.delta is not None and has_text(part.delta):
-                    self._count_unknown(1)
+                    self._count_unknown()
                 continue
             means = self._means(completion)
             mean = self._mean_after(means.get(part.index, 0.0), logprobs)
@@ -111,7 +111,7 @@ class InferenceEarlyStop:
         for entry in entries:
             logprob = entry.logprob
             if logprob is None or UNKNOWN_LOGPROB * 1.01 < logprob <= UNKNOWN_LOGPROB:
-                self._count_unknown(1)
+                self._count_unknown()
                 continue
             mean = alpha * mean + rest * logprob
             # A later token of the same chunk must not lift the mean again.
@@ -133,9 +133,9 @@ class InferenceEarlyStop:
                 choice.stopped_early = True
                 choice.finish_reason = STOPPED_EARLY
 
-    def _count_unknown(self, count: int) -> None:
+    def _count_unknown(self) -> None:
         if not self.num_unknown:
             logger.warning(
                 "early stop skips tokens without logprobs from the server (num_unknown counts them)"
             )
-        self.num_unknown += count
+        self.num_unknown += 1

@@ -40,6 +40,7 @@ from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
 from ttrl.rollouts.client.text_stream import Piece, ask, chat_answer, chat_chunk
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import EXPERTS, Answer
+from ttrl.text import present
 
 BRIDGE = 16
 """Tokens in the first request if the kept part ends within a character; after it, stop strings and
@@ -237,11 +238,8 @@ class ContinueAttempt(CountedAttempt):
             )
         going = _Continued(self, transport, place)
         context = await going.tokenizer.context()
-        if request.max_tokens is not None:
-            limits = [request.max_tokens]
-        else:
-            limits = []
-        limits += [context - len(sample.prompt_token_ids)] if context is not None else []
+        room = None if context is None else context - len(sample.prompt_token_ids)
+        limits = present((request.max_tokens, room))
         if not limits and self.max_tokens is None:
             raise UserError(
                 "params: give max_tokens, because the server does not report its longest completion"

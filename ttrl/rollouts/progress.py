@@ -152,7 +152,7 @@ class Progress:
         else:
             self._failed += 1
         length = len(sample.token_ids or sample.logprobs or ())
-        if (length) and sample.finish_reason != "unfinished":
+        if length and sample.finish_reason != "unfinished":
             self._lengths += length
             self._measured += 1
         self._draw_if_due()
@@ -171,13 +171,9 @@ class Progress:
         new = self._done - self._cached
         if self._total is not None and self._done < self._total:
             clock += "<" + (_clock(elapsed / new * (self._total - self._done)) if new else "?")
-        if self._failed:
-            failed = [f"{self._failed} failed"]
-        else:
-            failed = []
         parts = [
             *self._reward(),
-            *failed,
+            *_counts((self._failed, "failed")),
             f"{si(self._rate(now))} tok/s",
             *self._spend(),
             *self._metric_means(),
@@ -213,7 +209,7 @@ class Progress:
         parts += [
             *self._reward(),
             *self._metric_means(),
-            *([f"{self._failed} failed"] if self._failed else []),
+            *_counts((self._failed, "failed")),
         ]
         parts += self._other_counts()
         parts += [
@@ -231,8 +227,7 @@ class Progress:
         return []
 
     def _other_counts(self) -> list[str]:
-        named = ((self._unfinished, "unfinished"), (self._cached, "cached"))
-        return [f"{count} {name}" for count, name in named if count]
+        return _counts((self._unfinished, "unfinished"), (self._cached, "cached"))
 
     def _spend(self) -> list[str]:
         if self._prices is None:
@@ -348,6 +343,10 @@ def _clock(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{rest:02}"
     return f"{minutes}:{rest:02}"
+
+
+def _counts(*named: tuple[int, str]) -> list[str]:
+    return [f"{count} {name}" for count, name in named if count]
 
 
 def _mean(total: float, count: float) -> str:

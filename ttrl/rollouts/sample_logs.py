@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_NAME = 80  # bytes of a task's id within a file name; file systems take 255 for the whole
 _RULE = "─" * 100
-_LONGEST_URL = 200
+_LONGEST = 200  # characters of an address, or of a part
 LIVE_SECONDS = 1.0
 """Between two updates from a streaming answer: each costs the event loop a small write."""
 
@@ -281,12 +281,14 @@ def _part(part: Any) -> str:
     else:
         url = inner
     if isinstance(url, str):
-        return (
-            f"[{kind}: "
-            f"{url if len(url) <= _LONGEST_URL else f'{url[:60]}… ({len(url)} characters)'}]"
-        )
-    text = json.dumps(part, ensure_ascii=False, default=str)
-    return f"[{text if len(text) <= _LONGEST_URL else f'{text[:60]}… ({len(text)} characters)'}]"
+        return f"[{kind}: {_shortened(url)}]"
+    return f"[{_shortened(json.dumps(part, ensure_ascii=False, default=str))}]"
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:60]}… ({len(text)} characters)"
 
 
 def _tool_call(call: Any) -> str:

@@ -27,7 +27,7 @@ from ttrl.rollouts.requests_log import RequestsLog, describe_request
 from ttrl.rollouts.sample_logs import SampleLogs
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.servers import Servers, Size
-from ttrl.system.tracing import Span, span
+from ttrl.system.tracing import span
 from ttrl.tasks.task import Task
 from ttrl.text import present
 
@@ -264,49 +264,34 @@ class Sampling:
         """Make the request for samples of these numbers, as `Servers.send` does, and log its result
         or error.
         """
-        with span(f"chat {self.request.model}", kind="client") as traced:
-            return await self._send(
-                attempt, digest, numbers, size, traced, affinity=affinity, ticket=ticket
-            )
-
-    async def _send(
-        self,
-        attempt: CountedAttempt,
-        digest: str | None,
-        numbers: Sequence[int],
-        size: Size,
-        traced: Span,
-        *,
-        affinity: Hashable,
-        ticket: int | None,
-    ) -> list[Answer | None]:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        try:
-            answers = await self.servers.send(
-                attempt,
-                size=size,
-                max_retries=self.request.max_retries,
-                affinity=affinity,
-                ticket=ticket,
-            )
-        except Exception as error:
+        with span(f"chat {self.request.model}", kind="client") as traced:
+            try:
+                answers = await self.servers.send(
+                    attempt,
+                    size=size,
+                    max_retries=self.request.max_retries,
+                    affinity=affinity,
+                    ticket=ticket,
+                )
+            except Exception as error:
+                seconds = loop.time() - began
+                self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, error=error)
+                describe_request(traced, self.chat_request, len(numbers), attempt.base_url, {})
+                raise
+            facts: dict[str, Any] = {}
+            got = present(answers)
+            if got:
+                facts = {
+                    "prompt_tokens": got[0].prompt_tokens,
+                    "cached_prompt_tokens": got[0].cached_tokens,
+                    "completion_tokens": sum(answer.completion_tokens or 0 for answer in got),
+                }
+                self.progress.add_tokens(0, got[0].prompt_tokens or 0)
             seconds = loop.time() - began
-            self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, error=error)
-            describe_request(traced, self.chat_request, len(numbers), attempt.base_url, {})
-            raise
-        facts: dict[str, Any] = {}
-        got = present(answers)
-        if got:
-            facts = {
-                "prompt_tokens": got[0].prompt_tokens,
-                "cached_prompt_tokens": got[0].cached_tokens,
-                "completion_tokens": sum(answer.completion_tokens or 0 for answer in got),
-            }
-            self.progress.add_tokens(0, got[0].prompt_tokens or 0)
-        seconds = loop.time() - began
-        self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, **facts)
-        describe_request(traced, self.chat_request, len(numbers), attempt.base_url, facts)
+            self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, **facts)
+            describe_request(traced, self.chat_request, len(numbers), attempt.base_url, facts)
         return answers
 
     async def keep(

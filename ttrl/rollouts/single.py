@@ -15,7 +15,7 @@ from ttrl.messages import Message, request_messages
 from ttrl.records import Endpoint, Sample
 from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.attempts import ChatAttempt
-from ttrl.rollouts.client.chat_completions import STALL_TIMEOUT, plain
+from ttrl.rollouts.client.chat_completions import STALL_TIMEOUT, check_int, plain
 from ttrl.rollouts.client.choices import chat_completion, read_choice, writable
 from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.request import CacheLike, SamplingRequest
@@ -71,8 +71,7 @@ async def get_chat_completion(
     """
     if isinstance(client, list | tuple):
         raise UserError("client is a list; get_chat_completion asks one server: give one client")
-    if not isinstance(sample, int) or isinstance(sample, bool) or sample < 0:
-        raise UserError(f"sample is {sample!r}; give a whole number of at least 0")
+    check_int("sample", sample, at_least=0)
     if (
         isinstance(messages, str | bytes | Mapping)
         or not isinstance(messages, Sequence)

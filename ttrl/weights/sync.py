@@ -31,8 +31,6 @@ from ttrl.weights.verify import LOAD_SECONDS, Proof, prove, verify_weights
 
 logger = logging.getLogger(__name__)
 
-# How long the prefix cache may refuse to be emptied because requests still run.
-
 
 @dataclass(frozen=True)
 class SyncReport:

@@ -19,7 +19,6 @@ import math
 import random
 import re
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ttrl.errors import RequestError, UserError
@@ -170,12 +169,7 @@ class Servers:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for start in self._slow_starts:
             start.cancel()
         await self._stop(self._slow_starts)
