@@ -10,7 +10,7 @@ from aiohttp import web
 from ttrl.agents.request_parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
 from ttrl.messages import JsonObject, Message, messages_without_nulls, part_that_is_no_text
-from ttrl.text import short
+from ttrl.text import present, short
 
 FREE = frozenset({"messages", "max_completion_tokens"})
 NEUTRAL: JsonObject = {}
@@ -38,9 +38,7 @@ def read(body: Mapping[str, Any]) -> Asked:
             raise UserError(
                 f"messages[{number}] has the role 'prompt'; send prompts to /v1/completions"
             )
-    limits = [
-        body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
-    ]
+    limits = present((body.get("max_completion_tokens"), body.get("max_tokens")))
     return Asked(messages_without_nulls(given), tools_of(body), body.get("stop"), limits)
 
 

@@ -13,7 +13,7 @@ from ttrl.errors import UserError
 from ttrl.messages import JsonObject, Message
 from ttrl.records import PROMPT
 from ttrl.rollouts.client.wire import is_ids
-from ttrl.text import short
+from ttrl.text import present, short
 
 FREE = frozenset({"prompt"})
 NEUTRAL: JsonObject = {"best_of": 1, "echo": False, "suffix": ""}
@@ -34,13 +34,8 @@ def read(body: Mapping[str, Any]) -> Asked:
             f"logprobs is {short(logprobs, 60)}; set it to 0 or 1: a session returns only those of "
             "the generated tokens"
         )
-    limit = body.get("max_tokens")
-    return Asked(
-        [{"role": PROMPT, "content": prompt}],
-        None,
-        body.get("stop"),
-        [] if limit is None else [limit],
-    )
+    limits = present([body.get("max_tokens")])
+    return Asked([{"role": PROMPT, "content": prompt}], None, body.get("stop"), limits)
 
 
 def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Response:

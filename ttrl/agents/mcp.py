@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.agents.agent_task import end, turns
-from ttrl.agents.tools import Tools, cut
+from ttrl.agents.tools import Tools, cut, tool_of
 from ttrl.errors import RolloutError, TaskError, TtrlError, describe
 from ttrl.system.processes import ChildProcess
 from ttrl.tasks.task import Chat
@@ -275,12 +275,8 @@ class _Connection:
         for tool in found:
             if server.only is None or tool.name in server.only:
                 name = server.prefix + _NO_NAME.sub("_", tool.name)
-                described = {
-                    "name": name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                }
-                tools.add(self._function(tool.name), {"type": "function", "function": described})
+                described = tool_of(name, tool.description or "", tool.input_schema)
+                tools.add(self._function(tool.name), described)
 
     def _function(self, name: str) -> Any:
         async def call(**arguments: Any) -> str:

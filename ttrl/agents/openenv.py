@@ -26,7 +26,7 @@ from typing import Any
 import aiohttp
 
 from ttrl.agents.gym import Game, NoAction, seeds, show, tagged_or_last_line
-from ttrl.agents.tools import Tools, cut
+from ttrl.agents.tools import Tools, cut, tool_of
 from ttrl.errors import RolloutError, RolloutLimitError, TaskError, TtrlError, describe
 from ttrl.messages import JsonObject
 from ttrl.system.processes import ChildProcess, without_secrets
@@ -210,12 +210,8 @@ class OpenEnvRollout:
         for tool in (await session.step({"type": "list_tools"}))[0].get("tools", []):
             name = tool["name"]
             parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
-            described = {
-                "name": name,
-                "description": tool.get("description", ""),
-                "parameters": parameters,
-            }
-            tools.add(caller(name), {"type": "function", "function": described})
+            described = tool_of(name, tool.get("description", ""), parameters)
+            tools.add(caller(name), described)
         if not tools.functions:
             raise session.failed("has no tools")
         try:

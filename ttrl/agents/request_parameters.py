@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ttrl.errors import UserError
 from ttrl.messages import JsonObject, Message, Tool
-from ttrl.text import short
+from ttrl.text import present, short
 
 MODEL = "policy"
 # Free parameters leave the distribution unchanged, or are read elsewhere. The run sets the seed:
@@ -106,9 +106,7 @@ def least_tokens(given: Collection[Any], own: Mapping[str, Any]) -> int | None:
     for value in given:
         if type(value) is not int or value < 1:
             raise UserError(f"max_tokens is {short(value, 60)}; give a whole number of at least 1")
-    limits = [
-        own[name] for name in ("max_completion_tokens", "max_tokens") if own.get(name) is not None
-    ]
+    limits = present((own.get("max_completion_tokens"), own.get("max_tokens")))
     return min([*given, *limits[:1]]) if given else None
 
 

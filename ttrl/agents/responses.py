@@ -16,7 +16,8 @@ from aiohttp import web
 from ttrl.agents.request_parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
 from ttrl.messages import JsonObject, Message, Tool
-from ttrl.text import short
+from ttrl.tasks.task import question
+from ttrl.text import present, short
 
 # fmt: off
 FREE = frozenset([
@@ -44,7 +45,7 @@ def read(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> Asked
         raise UserError(
             f"previous_response_id is {short(previous, 60)}, but this session has no such response"
         )
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = question(given) if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise UserError(f"input is {short(given, 60)}; give a text or a list of items")
     messages = [*earlier.get(previous or "", []), *_messages(items)]
@@ -53,8 +54,8 @@ def read(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> Asked
     if not messages:
         raise UserError("input is empty; give a text or a list of items")
     tools = [_tool(tool) for tool in tools_of(body) or ()]
-    limit = body.get("max_output_tokens")
-    return Asked(messages, tools or None, body.get("stop"), [] if limit is None else [limit])
+    limits = present([body.get("max_output_tokens")])
+    return Asked(messages, tools or None, body.get("stop"), limits)
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:

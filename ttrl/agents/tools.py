@@ -150,7 +150,12 @@ def describe_tool(function: Callable[..., Any]) -> Tool:
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters = {"type": "object", "properties": properties, "required": required}
-    described = {"name": name, "description": " ".join(first.split()), "parameters": parameters}
+    return tool_of(name, " ".join(first.split()), parameters)
+
+
+def tool_of(name: str, description: str, parameters: Mapping[str, Any]) -> Tool:
+    """Return a tool in the format of OpenAI's API. parameters: JSON Schema."""
+    described = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": described}
 
 

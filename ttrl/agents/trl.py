@@ -21,6 +21,7 @@ import inspect
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -101,7 +102,7 @@ def trl_tasks(
         given = itertools.repeat({}, n)
     Tools(tools)
     tasks = []
-    names = dict[str, int]()
+    times = Counter[str]()
     for number, row in enumerate(given):
         if number == n:
             break
@@ -141,9 +142,9 @@ def trl_tasks(
         elif tools:
             rollout = ToolRollout(tuple(tools))
         digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
-        names[digest] = names.get(digest, 0) + 1
-        if names[digest] > 1:
-            mark = f"-{names[digest]}"
+        times[digest] += 1
+        if times[digest] > 1:
+            mark = f"-{times[digest]}"
         else:
             mark = ""
         if isinstance(prompt, str):

@@ -17,7 +17,7 @@ from ttrl.agents.elsewhere import list_rows, playing, worker_program
 from ttrl.errors import TaskError
 from ttrl.messages import Message
 from ttrl.tasks.datasets import check_count, check_name
-from ttrl.tasks.task import RolloutLimits, Task
+from ttrl.tasks.task import RolloutLimits, Task, question
 from ttrl.tasks.words import in_validation
 from ttrl.text import short
 
@@ -102,7 +102,7 @@ def _messages(row: Mapping[str, Any]) -> list[Message]:
     else:
         system = []
     if isinstance(prompt, str):
-        given = [{"role": "user", "content": prompt}]
+        given = question(prompt)
     else:
         given = prompt
     if not isinstance(given, list):

@@ -16,7 +16,7 @@ from ttrl.rollouts.progress import Prices
 from ttrl.system.files import json_line
 from ttrl.system.frames import data_frame
 from ttrl.system.html_table import html_table
-from ttrl.text import compact, one_line
+from ttrl.text import compact, one_line, present
 
 if TYPE_CHECKING:
     from ttrl.system.frames import DataFrame
@@ -229,11 +229,7 @@ class TaskResults(Sequence[TaskResult]):
             new_completion_tokens=new_completion,
             prefix_cached_tokens=sum(u.prefix_cached for u in usage),
             spend=None if self._prices is None else self._prices.spend(new_prompt, new_completion),
-            finish_reasons=dict(
-                Counter(
-                    s.finish_reason for s in samples if s.finish_reason is not None
-                ).most_common()
-            ),
+            finish_reasons=dict(Counter(present(s.finish_reason for s in samples)).most_common()),
             exceptions=dict(reasons.most_common()),
             seconds=self._seconds,
             tokens_per_second=new_completion / self._seconds

@@ -42,9 +42,10 @@ def cpu_arguments(
     config = _config(model)
     text = config.get("text_config", config)
     recurrent = isinstance(text, Mapping) and any(text.get(name) is not None for name in _RECURRENT)
+    arguments = cpu_batch(model, given)
     if recurrent or "enable-return-routed-experts" in given:
-        return {**cpu_batch(model, given), "enable-prefix-caching": False}
-    return dict(cpu_batch(model, given))
+        arguments["enable-prefix-caching"] = False
+    return arguments
 
 
 def _config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:

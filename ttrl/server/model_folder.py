@@ -269,11 +269,9 @@ def _config_problems(folder: Path) -> list[str]:
 
 def _weight_problems(folder: Path) -> list[str]:
     for name in _INDEX_FILES:
-        index = _read_json(folder / name)
-        if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
-            missing = sorted(
-                {shard for shard in index["weight_map"].values() if not (folder / shard).is_file()}
-            )
+        named = _named_in(folder / name)
+        if named is not None:
+            missing = sorted(shard for shard in named if not (folder / shard).is_file())
             if missing:
                 return [
                     f"{len(missing)} weight files listed in {name} are missing: "
@@ -294,13 +292,17 @@ def _weight_problems(folder: Path) -> list[str]:
     ]
 
 
+def _named_in(index_file: Path) -> set[str] | None:
+    """Return the weight files listed in an index; None without a readable one."""
+    index = _read_json(index_file)
+    if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
+        return set(index["weight_map"].values())
+    return None
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return a model's safetensors files: those in its index, or all."""
-    index = _read_json(folder / _INDEX_FILES[0])
-    if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
-        named = set(index["weight_map"].values())
-    else:
-        named = None
+    named = _named_in(folder / _INDEX_FILES[0])
     return sorted(
         file for file in folder.glob("*.safetensors") if named is None or file.name in named
     )
