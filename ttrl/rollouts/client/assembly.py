@@ -332,6 +332,9 @@ class LiveCompletion:
         """Return n entries (as many as requested); None for choices without a token."""
         usage = self.usage or Usage()
         prompt = self.prompt_token_ids
+        prompt_tokens = usage.prompt_tokens
+        if prompt_tokens is None and prompt is not None:
+            prompt_tokens = len(prompt)
         answers = []
         indexes = []
         for choice in self.choices:
@@ -345,9 +348,7 @@ class LiveCompletion:
                     created=self.created,
                     model=self.model,
                     prompt_token_ids=prompt,
-                    prompt_tokens=len(prompt)
-                    if usage.prompt_tokens is None and prompt is not None
-                    else usage.prompt_tokens,
+                    prompt_tokens=prompt_tokens,
                     cached_tokens=usage.cached_tokens,
                     completion_tokens=self._tokens_of(choice, usage),
                     prompt_text=self.prompt_text,

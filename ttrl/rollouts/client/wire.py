@@ -277,6 +277,9 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
         prompt = response.prompt_token_ids
     else:
         prompt = None
+    prompt_tokens = usage.prompt_tokens
+    if prompt_tokens is None and prompt is not None:
+        prompt_tokens = len(prompt)
     raws = [raw for raw in map(bytes, response.choices) if raw != b"null"]
     counted = _fill_in([_count(raw) for raw in raws], usage.completion_tokens)
     answers = []
@@ -288,11 +291,7 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
                 created=int(response.created) if is_number(response.created) else 0,
                 model=response.model if isinstance(response.model, str) else "",
                 prompt_token_ids=prompt,
-                prompt_tokens=usage.prompt_tokens
-                if usage.prompt_tokens is not None
-                else None
-                if prompt is None
-                else len(prompt),
+                prompt_tokens=prompt_tokens,
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=tokens,
                 prompt_text=response.prompt_text if isinstance(response.prompt_text, str) else None,

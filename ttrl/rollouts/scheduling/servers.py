@@ -129,7 +129,7 @@ class Servers:
         self._down: set[Server] = set()
         self._queue: list[tuple[tuple[int, int], _Waiter]] = []
         self._tickets, self._arrivals = itertools.count(), itertools.count()
-        self._in_flight = self._samples = 0
+        self._in_flight = 0
         self._files = files or OpenFiles()
         self._last_served: dict[Hashable, Server] = {}
         self._nobody_since: float | None = None
@@ -262,9 +262,7 @@ class Servers:
     def _learn(self, lease: Lease, size: Size, answers: Sequence[Answer | None]) -> None:
         lease.server.succeeded()
         got = present(answers)
-        completions = [
-            answer.completion_tokens for answer in got if answer.completion_tokens is not None
-        ]
+        completions = present(answer.completion_tokens for answer in got)
         if got:
             self.lengths.observe(size.prompt, got[0].prompt_tokens, completions)
 
@@ -302,7 +300,6 @@ class Servers:
         server.room.add(load, asyncio.get_running_loop().time())
         self._emptiest.changed(server)
         self._in_flight += 1
-        self._samples += load.n
         if affinity is not None and len(self.servers) > 1:
             self._last_served.pop(affinity, None)
             self._last_served[affinity] = server
@@ -316,7 +313,6 @@ class Servers:
             lease.server.room.remove(lease.load)
             self._emptiest.changed(lease.server)
             self._in_flight -= 1
-            self._samples -= lease.load.n
             self._pump()
 
     def _pump(self) -> None:
