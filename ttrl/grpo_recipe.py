@@ -40,7 +40,7 @@ from ttrl.training.parallel.distributed import Ranks, recipe_main, run_recipe
 from ttrl.training.prepass import Prepass
 from ttrl.training.references import check_reference
 from ttrl.training.resident import Residence, Trained, follow_requests, load_trained
-from ttrl.training.sampler_drift import compare_tokens
+from ttrl.training.sampler_drift import compare_tokens, warn_of_drift
 from ttrl.training.step import GradientStep, step_metrics
 from ttrl.training.step_noise import GradientPieces
 from ttrl.training.timing import Profiler, Stopwatch
@@ -171,7 +171,9 @@ def take_steps(
             row = row.replace(kl_coefficient=now.kl_coefficient)
         if number == 0:
             assert drift is not None
-            row = row.replace(sampler_trainer=drift.replace(own_weights=prepass.own_weights))
+            drift = drift.replace(own_weights=prepass.own_weights)
+            warn_of_drift(drift, config, here)
+            row = row.replace(sampler_trainer=drift)
         log.line(row, result.sums["flops"])
     profiler.close()
     if pieces is not None:

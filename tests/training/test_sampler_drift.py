@@ -11,6 +11,7 @@ from support.tiny_models import random_samples
 
 from ttrl import grpo_recipe
 from ttrl.configs import GRPOConfig
+from ttrl.configs.recipe import PROGRESS_VARIABLE
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError
 from ttrl.system.files import read_jsonl
@@ -154,3 +155,23 @@ def test_so_many_rows_are_compared_those_with_the_most_tokens(trials, model_fold
     assert counts[99]["mean"] < 2e-6
     with pytest.raises(ConfigError, match="sampler_model and sampler_version go together"):
         trials("half", other, sampler_model=str(other))
+
+
+def test_the_recipe_alone_warns_of_another_temperature(
+    trials, model_folder, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.delenv(PROGRESS_VARIABLE, raising=False)
+    with caplog.at_level("WARNING", "ttrl"):
+        trials("same", model_folder())
+        assert "log-probabilities" not in caplog.text
+        other = trials("other", model_folder(), temperature=0.5)
+        (warning,) = [one for one in caplog.messages if "log-probabilities" in one]
+        version = compared(other)["by_version"][str(OLD)]
+        assert f"{version['mean']:.3g} (limit 0.0002)" in warning
+        assert f"over {version['tokens']} tokens of policy {OLD}" in warning
+        assert "the recipe's is 0.5" in warning
+        # In a run, `ttrl.monitoring.drift` judges it.
+        caplog.clear()
+        monkeypatch.setenv(PROGRESS_VARIABLE, str(tmp_path / "progress"))
+        trials("run", model_folder(), temperature=0.5)
+        assert "log-probabilities" not in caplog.text

@@ -12,7 +12,9 @@ places, for the report.
 Shapes: N trained positions over all steps and ranks, P rows of the pack, T positions of a row.
 """
 
+import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,11 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig
+from ttrl.configs.recipe import PROGRESS_VARIABLE
 from ttrl.facts import Difference, SamplerTrainer, WorstPlace, part_of
 from ttrl.system.files import atomic_file
 from ttrl.training.batches import Update
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.parallel.distributed import Ranks
+
+logger = logging.getLogger(__name__)
 
 LOGPROBS_FILE = "trainer_logprobs.safetensors"
 WORST = 8
@@ -105,6 +110,37 @@ def compare_tokens(
             worst.append(WorstPlace(row, position, version, *both))
     by_position = _by_position(gap[finite], positions[finite])
     return result.replace(by_version=by_version, worst=worst, by_position=by_position)
+
+
+def warn_of_drift(found: SamplerTrainer, config: GRPOConfig, here: Ranks) -> None:
+    """Warn if sampler and trainer differ by more than a run allows, and this recipe is no part of a
+    run: a run judges its drift itself.
+    """
+    if PROGRESS_VARIABLE in os.environ or not here.is_first:
+        return
+    # Here: a run's trainer does not need it.
+    from ttrl.monitoring.drift import exceeded, judged_figures, limits
+
+    if found.own.tokens:
+        found = found.replace(by_version=None)
+    newest = max(map(int, found.by_version or {}), default=0)
+    judged = judged_figures(found, newest, config.to_dict())
+    if judged is None:
+        return
+    beyond = exceeded(judged.figures, limits(config.dtype, here.device.type))
+    if beyond:
+        logger.warning(
+            "the log-probabilities of sampler and trainer differ: %s; over %s tokens of policy %d "
+            "in %s. Likely causes: another temperature (the recipe's is %g; set `temperature` to "
+            "the sampler's), or other weights than those of %s (an earlier or later checkpoint, "
+            "another dtype or quantization); sample again with this model",
+            "; ".join(beyond),
+            f"{judged.figures.tokens or 0:,}",
+            judged.version,
+            config.packed,
+            config.temperature,
+            config.model,
+        )
 
 
 def _facts(step: Update) -> tuple[Tensor, Tensor, Tensor]:
