@@ -125,8 +125,11 @@ def packs(
     def pack(batch: list[TokenizedResult]) -> PackedTensors:
         return packed_tensors_from_tokenized_results(batch, seq_len=config.seq_len, pad_id=pad_id)
 
+    def cost_of(packed: PackedTensors) -> float:
+        return work_counts(packed, policy.decoder.config, config)["flops"]
+
     def cost_of_first(batch: list[TokenizedResult], count: int) -> float:
-        return work_counts(pack(batch[:count]), policy.decoder.config, config)["flops"]
+        return cost_of(pack(batch[:count]))
 
     spent = 0.0
     for number, batch in enumerate(itertools.islice(batches(examples, config), done, None)):
@@ -135,7 +138,7 @@ def packs(
         with watch.part("data"):
             packed = pack(batch)
             check_pack(packed, policy)
-            cost = cost_of_first(batch, len(batch))
+            cost = cost_of(packed)
         steps = config.steps or max(1, round((config.flops or 0.0) / cost))
         if config.flops is not None and spent + cost > config.flops:
             with watch.part("data"):

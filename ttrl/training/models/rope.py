@@ -98,11 +98,12 @@ def rotate(x_BTHE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate queries or keys by their positions; dimensions from R on pass through."""
     cos, sin = (part.to(x_BTHE.dtype) for part in rotary)
     half = cos.shape[-1]
-    first, second = x_BTHE[..., : 2 * half].chunk(2, dim=-1)
+    sizes = (half, half, x_BTHE.shape[-1] - 2 * half)
+    first, second, rest = x_BTHE.split(sizes, dim=-1)
     parts = (
         # In 16 bits, the sum is rounded once.
         torch.addcmul(first * cos, second, sin, value=-1),
         torch.addcmul(second * cos, first, sin),
-        x_BTHE[..., 2 * half :],
+        rest,
     )
     return torch.cat(parts, dim=-1)
