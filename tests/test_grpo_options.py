@@ -175,7 +175,9 @@ def test_steps_skipped_in_a_row_are_counted_over_iterations(trials):
     assert not (third / "state" / "skipped.json").exists()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"in_a_row": null}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"in_a_row": null}', '{"in_a_row": Infinity}', '{"in_a_row": 1e400}']
+)
 def test_a_damaged_count_of_skipped_steps_is_named(content, trials):
     packed, _ = spoilt(trials)
     state = trials.train(packed) / "state"

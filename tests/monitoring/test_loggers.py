@@ -93,6 +93,8 @@ def test_a_row_that_is_made_again_is_logged_again(tmp_path, recorder):
     assert [step for step, _ in recorder.seen] == [0, 1, 2, 2, 1, 2]
     forget_rows(tmp_path / "other", 1)
     assert not (tmp_path / "other").exists()
+    (tmp_path / "logs" / "loggers.json").write_text('{"seen": {"one": Infinity}}')
+    forget_rows(tmp_path, 1)  # a damaged file is as none
 
 
 def test_a_logger_that_is_added_later_gets_the_rows_from_the_start(tmp_path, recorder, capsys):

@@ -132,3 +132,12 @@ def test_the_report_tells_what_was_changed(tmp_path):
     assert "from iteration 1" in page and "config_history.jsonl" in page
     (tmp_path / "config_history.jsonl").write_text("{\n{\n")
     assert read_run(tmp_path).config_history == []
+
+
+def test_lines_of_the_history_without_an_object_say_nothing(tmp_path):
+    RunFolder(tmp_path).remember_config(BEFORE)
+    RunFolder(tmp_path).remember_config(BEFORE | {"iterations": 4})
+    path = tmp_path / "config_history.jsonl"
+    path.write_text("[]\nnull\n5\n" + path.read_text())
+    (change,) = history(tmp_path)
+    assert change.changes == {"iterations": [3, 4]}

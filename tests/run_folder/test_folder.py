@@ -309,8 +309,9 @@ def test_metrics_are_in_order_whatever_was_appended_when(tmp_path):
     ]
 
 
-def test_metrics_without_an_iteration(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"x": 1}\n')
+@pytest.mark.parametrize("row", ['{"x": 1}', '{"iteration": 1e400}', "[]"])
+def test_metrics_without_an_iteration(row, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(row + "\n")
     with pytest.raises(RunFolderError, match=r"remove metrics\.jsonl"):
         RunFolder(tmp_path).metrics()
 

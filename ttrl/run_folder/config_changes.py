@@ -139,8 +139,9 @@ def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteratio
 
 
 def history(run: Path) -> list[ConfigChange]:
-    """Read config_history.jsonl. Raises RunFolderError."""
+    """Read config_history.jsonl; a line without an object says nothing. Raises RunFolderError."""
     try:
-        return [read_facts(ConfigChange, line) for line in read_jsonl(run / HISTORY_FILE)]
+        lines = read_jsonl(run / HISTORY_FILE)
     except ValueError as error:
         raise RunFolderError(f"{error}; move the file away: only reports read it") from error
+    return [read_facts(ConfigChange, line) for line in lines if isinstance(line, dict)]

@@ -421,7 +421,7 @@ class RunFolder:
         try:
             rows = read_jsonl(self.path / "metrics.jsonl", key="iteration")
             return sorted(rows, key=lambda row: int(row["iteration"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise RunFolderError(
                 f"{error}; remove metrics.jsonl: the next start rebuilds it from the markers"
             ) from error

@@ -266,5 +266,5 @@ def read_seen(state: Path) -> dict[str, int]:
     """Return the last iteration given to each logger."""
     try:
         return {str(name): int(last) for name, last in read_object(state)["seen"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return {}

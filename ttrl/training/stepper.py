@@ -13,7 +13,8 @@ from torchao.optim import CPUOffloadOptimizer
 
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.errors import RunFolderError
-from ttrl.system.files import read_object, write_json
+from ttrl.facts import parse
+from ttrl.system.files import write_json
 from ttrl.training.faults import Skipped, somewhere
 from ttrl.training.optimizer.implicit_reward import RewardModel
 from ttrl.training.optimizer.optimizer import (
@@ -199,8 +200,8 @@ def _skipped_before(state: str | None) -> int:
     if path is None or not path.is_file():
         return 0
     try:
-        return int(read_object(path)["in_a_row"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return parse(dict[str, int], path.read_bytes())["in_a_row"]
+    except (OSError, ValueError, KeyError) as error:
         raise RunFolderError(
             f"{path} is damaged ({type(error).__name__}: {error}); it counts the skipped steps "
             "in a row: delete it to count "

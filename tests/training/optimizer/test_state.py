@@ -166,6 +166,16 @@ def test_damage_is_named(state_format, model_folder, packed, tmp_path):
         load_state(tmp_path / "state", policy, optimizer)
 
 
+@pytest.mark.parametrize("count", ["Infinity", "1e400", "2.5", "true", "null", '"7"'])
+def test_a_step_count_that_is_no_integer_is_named(count, model_folder, packed, tmp_path):
+    policy, optimizer = trained(model_folder(), packed, 1)
+    save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
+    header = tmp_path / "state" / "state.json"
+    header.write_text(header.read_text().replace('"global_step": 1', f'"global_step": {count}'))
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        load_state(tmp_path / "state", policy, optimizer)
+
+
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
 def test_a_state_is_replaced_as_a_whole_or_not_at_all(
     state_format, model_folder, packed, tmp_path, files_of_at_most

@@ -28,6 +28,7 @@ from torchao.optim import AdamW8bit, CPUOffloadOptimizer
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from ttrl.errors import RunFolderError, StorageError
+from ttrl.facts import Facts, parse
 from ttrl.system.files import atomic_folder, json_text, read_object
 from ttrl.training.models.weights import FILE_DTYPES, write_tensors
 from ttrl.training.optimizer.optimizer import Optimizer, OptimizerInBackward
@@ -312,16 +313,15 @@ def load_state(
     """
     folder = Path(folder)
     try:
-        header = read_object(folder / "state.json")
-        global_step = int(header["global_step"])
-        if header.get("format") == "sharded":
-            if "ranks" not in header:
+        header = parse(_Header, (folder / "state.json").read_bytes())
+        if header.format == "sharded":
+            if header.ranks is None:
                 raise RunFolderError(
                     f"{folder}: an earlier ttrl wrote this state as a pickle, and reading pickles "
                     "can run code; leave state out to start the optimizer from zero, or train one "
                     "more iteration with that ttrl and state_format 'whole'"
                 )
-            _load_sharded(folder, int(header["ranks"]), policy, optimizer, weights)
+            _load_sharded(folder, header.ranks, policy, optimizer, weights)
         else:
             with safe_open(folder / "optimizer.safetensors", framework="pt") as stored:
                 names = stored.keys()
@@ -346,7 +346,15 @@ def load_state(
             f"{folder}: the optimizer state cannot be read: {error}; copy it again, or leave state "
             "out to start from zero"
         ) from error
-    return global_step
+    return header.global_step
+
+
+class _Header(Facts):
+    """What is read of state.json."""
+
+    global_step: int
+    format: str | None = None
+    ranks: int | None = None
 
 
 class _Stored(NamedTuple):
