@@ -162,14 +162,11 @@ def attention_plan(
     group_ids, parent_ids: int64 [B, T], -1 in padding; input_pos: int64 [B, T], position in the
         unpacked sequence.
     """
-    look = free_to_look(group_ids_BT.device)
-    if look:
+    if free_to_look(group_ids_BT.device):
         longest = int(input_pos_BT.max()) + 1
-    else:
-        longest = sys.maxsize
-    if look:
         split = split_plan(group_ids_BT, parent_ids_BT)
     else:
+        longest = sys.maxsize
         split = None
     return AttentionPlan(group_ids_BT, parent_ids_BT, input_pos_BT, dtype, longest, split)
 
@@ -381,15 +378,11 @@ def flex_attend(
         torch._dynamo.mark_dynamic(x_1HSE, 2)
         return x_1HSE
 
-    properties: Any
     if q_BHTE.is_cuda:
-        properties = torch.cuda.get_device_properties(q_BHTE.device)
-    else:
-        properties = None
-    if properties is None:
-        shared = sys.maxsize
-    else:
+        properties: Any = torch.cuda.get_device_properties(q_BHTE.device)
         shared = properties.shared_memory_per_block_optin
+    else:
+        shared = sys.maxsize
     options = kernel_options(E, q_BHTE.dtype, shared)
     try:
         out = kernel(joined(q_BHTE), joined(k_BKTE), joined(v_BKTE), mask, scale, soft_cap, options)

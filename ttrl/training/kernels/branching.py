@@ -228,14 +228,11 @@ def branching_scan(
     given: the function's arguments by name, for rows as they are packed.
     """
     rows = given[scan.tokens[0]].shape[:2]
-    exact = scan.fill is None
-    if exact:
+    if scan.fill is None:
         batches = branches.exact_batches
-    else:
-        batches = branches.batches
-    if exact:
         order = branches.exact_order
     else:
+        batches = branches.batches
         order = branches.scan_order
     laid = {}
     for name in scan.tokens:

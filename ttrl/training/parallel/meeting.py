@@ -57,12 +57,10 @@ class Meeting(StaticTCPRendezvous):
             store = PrefixStore(self.run_id, self._store)
             if self._leads:
                 self.rank = 0
-            else:
-                self.rank = store.add("machines", 1)
-            if self._leads:
                 self._wait(lambda: 1 + store.add("machines", 0))
                 store.set("complete", "1")
             else:
+                self.rank = store.add("machines", 1)
                 store.wait(["complete"], self.timeout)
         except (OSError, RuntimeError, ValueError) as error:  # of the store
             raise RendezvousTimeoutError(
