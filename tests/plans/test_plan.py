@@ -902,8 +902,9 @@ def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(kind, proble
     """By the plan, and by the run before anything is downloaded or started."""
     folder = tmp_path / "model"
     CONFIG_MAPPING[kind]().save_pretrained(folder)
-    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+    for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).write_text("x")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     config = config_of(folder, run=str(tmp_path / "run"), tasks_per_iteration=1)
     with pytest.raises(ModelFolderError, match=problem):
         make_plan(config)

@@ -64,6 +64,52 @@ def test_template_in_the_tokenizer_config(model):
 
 
 @pytest.mark.parametrize(
+    "template, message",
+    [
+        (b"", r"chat_template\.jinja: it is empty"),
+        (b" \n", r"chat_template\.jinja: it is empty"),
+        (b"Hello", r"chat_template\.jinja: it never reads `messages`"),
+        (b"{% for m in messages %}", r"chat_template\.jinja: line 1 is not valid Jinja"),
+        (b"{{ messages }}\xff", r"chat_template\.jinja cannot be read: it is not UTF-8 text"),
+        (
+            b"{% for m in messages %}" * 30 + b"{% endfor %}" * 30,
+            r"chat_template\.jinja: it cannot be compiled",
+        ),
+    ],
+)
+def test_a_damaged_chat_template_is_refused(model, template, message):
+    (model / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(ModelFolderError, match=f"{message}.* set chat_template to"):
+        check_model_folder(model)
+    assert check_model_folder(model, chat_template=False) == model
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('{"chat_template": 5}', r"tokenizer_config\.json: chat_template is 5; it must be a text"),
+        ('{"chat_template": [{"name": "a"}]}', r"config\.json: chat_template is \[\{"),
+        ('{"chat_template": [{"name": "a", "template": 1}]}', r"config\.json: chat_template is \["),
+        ('{"chat_template": [{"name": "rag", "template": "x"}]}', 'named "default".*are: rag'),
+        ('{"chat_template": " "}', r"'default' in tokenizer_config\.json: it is empty"),
+        ('{"chat_template": ""}', "no chat template: neither"),
+        (
+            '{"chat_template": [{"name": "default", "template": "{{ messages }}"},'
+            '{"name": "tool_use", "template": "{{ messages"}]}',
+            r"'tool_use' in tokenizer_config\.json: line 1 is not valid Jinja",
+        ),
+        ("{", r"tokenizer_config\.json is not a JSON object"),
+        ("[]", r"tokenizer_config\.json is not a JSON object"),
+    ],
+)
+def test_a_damaged_tokenizer_config_is_refused(model, content, message):
+    (model / "chat_template.jinja").unlink()
+    (model / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ModelFolderError, match=message):
+        check_model_folder(model)
+
+
+@pytest.mark.parametrize(
     "missing, message",
     [
         ("config.json", r"config\.json is missing"),

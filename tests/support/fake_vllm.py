@@ -181,8 +181,9 @@ def canary_of(weight: float, margin: float = 1.0) -> dict[str, Any]:
 
 def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+    for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).write_text("x")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
     (folder / "weight").write_text(str(weight))
     canary = canary_of(weight, margin)

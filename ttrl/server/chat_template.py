@@ -12,23 +12,23 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from ttrl.data.chat.template_sandbox import compile_problem
 from ttrl.errors import ModelFolderError, UserError
-from ttrl.server.model_folder import local_folder, small_file
-from ttrl.system.files import atomic_folder, read_object
+from ttrl.server.model_folder import (
+    NAMED_TEMPLATES,
+    TEMPLATE_FILE,
+    chat_template_of,
+    local_folder,
+    small_file,
+)
+from ttrl.system.files import atomic_folder
 
-TEMPLATE_FILE = "chat_template.jinja"
-_NAMED = "additional_chat_templates"
 _JINJA = ("{{", "{%")
-_OTHER_TEMPLATES = (TEMPLATE_FILE, "chat_template.json", _NAMED)
+_OTHER_TEMPLATES = (TEMPLATE_FILE, "chat_template.json", NAMED_TEMPLATES)
 """Other template files transformers would read."""
 _MISTRAL = ("tekken.json", "tokenizer.model.v*")
 """Files of Mistral's own tokenizer; with it vLLM writes prompts without any template."""
-
-Templates = str | Mapping[str, str]
-"""A template, or several by name, such as "default" and "tool_use"."""
 
 
 def read_chat_template(given: str) -> str:
@@ -58,36 +58,6 @@ def is_with_mistral_tokenizer(model: str | os.PathLike[str]) -> bool:
     if folder.is_dir():
         return any(any(folder.glob(pattern)) for pattern in _MISTRAL)
     return small_file(model, "tekken.json") is not None
-
-
-def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
-    """Return the chat template of a model's files, as transformers chooses it; None without one."""
-    templates = {}
-    file = small_file(model, TEMPLATE_FILE)
-    if file is not None:
-        templates["default"] = file.read_text(encoding="utf-8")
-    for named in sorted(Path(model, _NAMED).glob("*.jinja")):
-        templates[named.stem] = named.read_text(encoding="utf-8")
-    if templates:
-        if templates.keys() == {"default"}:
-            return templates["default"]
-        return templates
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        found = json_file(model, name).get("chat_template")
-        if isinstance(found, list):
-            return {row["name"]: row["template"] for row in found}
-        if isinstance(found, str) and found:
-            return found
-    return None
-
-
-def json_file(model: str | os.PathLike[str], name: str) -> Mapping[str, Any]:
-    """Return a JSON file of a model; {} if it is missing or holds something else."""
-    file = small_file(model, name)
-    with contextlib.suppress(OSError, ValueError):
-        if file is not None:
-            return read_object(file)
-    return {}
 
 
 def template_digest(model: str | os.PathLike[str]) -> str:

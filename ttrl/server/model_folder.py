@@ -2,6 +2,7 @@
 in a long log.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -12,16 +13,17 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ttrl.costs.parameters import has_tied_head
+from ttrl.data.chat.template_sandbox import compile_problem
 from ttrl.errors import ModelFolderError, describe
 from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS, CANARY_FILE
 from ttrl.system.console import note
-from ttrl.system.files import digest
+from ttrl.system.files import digest, read_object
 from ttrl.system.weight_files import check_tied_head
 
 _HUB_SECONDS = 3.0
@@ -33,10 +35,15 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+TEMPLATE_FILE = "chat_template.jinja"
+NAMED_TEMPLATES = "additional_chat_templates"
 _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py")
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LONGEST_HEADER = 100_000_000  # of a safetensors file, by its definition
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+Templates = str | Mapping[str, str]
+"""A template, or several by name, such as "default" and "tool_use"."""
 
 
 def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = True) -> Path | None:
@@ -234,18 +241,60 @@ def weights_digest(path: str | os.PathLike[str]) -> str:
     return total.hexdigest()
 
 
-def has_chat_template(folder: Path) -> bool:
-    """Tell whether the folder's tokenizer has a chat template, in any of transformers' places."""
-    if (folder / "chat_template.jinja").is_file() or any(
-        (folder / "additional_chat_templates").glob("*.jinja")
-    ):
-        return True
-    return any(
-        isinstance(content, dict) and bool(content.get("chat_template"))
-        for content in (
-            _read_json(folder / name) for name in ("tokenizer_config.json", "chat_template.json")
-        )
+def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
+    """Return the chat template of a model's files, as transformers chooses it; None without one.
+
+    Raises ModelFolderError for a file without text, and for templates that are neither a text nor a
+    list of named texts.
+    """
+    templates = {}
+    file = small_file(model, TEMPLATE_FILE)
+    if file is not None:
+        templates["default"] = _template_text(file)
+    for named in sorted(Path(model, NAMED_TEMPLATES).glob("*.jinja")):
+        templates[named.stem] = _template_text(named)
+    if templates:
+        if templates.keys() == {"default"}:
+            return templates["default"]
+        return templates
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found = json_file(model, name).get("chat_template")
+        if found:
+            return _templates_in(found, Path(model, name))
+    return None
+
+
+def _template_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ModelFolderError(
+            f"{file} cannot be read: {why}; copy it again, or set chat_template to another file"
+        ) from error
+
+
+def _templates_in(found: Any, file: Path) -> Templates:
+    """Return the templates in a JSON file's field."""
+    if isinstance(found, str):
+        return found
+    with contextlib.suppress(KeyError, TypeError):
+        named = {row["name"]: row["template"] for row in found}
+        if all(isinstance(text, str) for text in (*named, *named.values())):
+            return named
+    raise ModelFolderError(
+        f"{file}: chat_template is {json.dumps(found)[:80]}; it must be a text, or a list of "
+        '{"name": …, "template": …}'
     )
+
+
+def json_file(model: str | os.PathLike[str], name: str) -> Mapping[str, Any]:
+    """Return a JSON file of a model; {} if it is missing or holds something else."""
+    file = small_file(model, name)
+    with contextlib.suppress(OSError, ValueError):
+        if file is not None:
+            return read_object(file)
+    return {}
 
 
 def _read_json(path: Path) -> Any:
@@ -332,10 +381,45 @@ def _tokenizer_problems(folder: Path, chat_template: bool) -> list[str]:
             "no tokenizer files (tokenizer.json or the like); save it with "
             "tokenizer.save_pretrained(folder)"
         )
-    if chat_template and not has_chat_template(folder):
-        problems.append(
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and not isinstance(_read_json(config), dict):
+        problems.append(f"{config.name} is not a JSON object; copy it again from the model")
+    if chat_template:
+        problems += _template_problems(folder)
+    return problems
+
+
+def _template_problems(folder: Path) -> list[str]:
+    """Say why no conversation can be written: no chat template, or one without messages."""
+    try:
+        found = chat_template_of(folder)
+    except ModelFolderError as error:
+        return [str(error)]
+    if found is None:
+        return [
             "no chat template: neither chat_template.jinja nor chat_template in "
             "tokenizer_config.json; tasks are chat messages, so use an instruct model, or set "
             "chat_template to a file with a template"
-        )
+        ]
+    if isinstance(found, str):
+        found = {"default": found}
+    way_out = "put it right, or set chat_template to a file with a template"
+    if "default" not in found:
+        names = ", ".join(sorted(found)) or "none"
+        return [f'no chat template is named "default" (there are: {names}); {way_out}']
+    problems = []
+    for name in sorted({"default", "tool_use"} & found.keys()):  # servers choose between these
+        problem = compile_problem(found[name])
+        if problem is not None:
+            problems.append(f"{_place(folder, name)}: {problem}; {way_out}")
     return problems
+
+
+def _place(folder: Path, name: str) -> str:
+    if name == "default":
+        file = TEMPLATE_FILE
+    else:
+        file = f"{NAMED_TEMPLATES}/{name}.jinja"
+    if (folder / file).is_file():
+        return file
+    return f"the chat template {name!r} in tokenizer_config.json"

@@ -22,13 +22,8 @@ from typing import Any
 from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.errors import ModelFolderError, TokenizationError
 from ttrl.messages import Message
-from ttrl.server.chat_template import (
-    Templates,
-    chat_template_of,
-    is_with_mistral_tokenizer,
-    json_file,
-)
-from ttrl.server.model_folder import small_file
+from ttrl.server.chat_template import is_with_mistral_tokenizer
+from ttrl.server.model_folder import Templates, chat_template_of, json_file, small_file
 
 AUTO = "auto"
 """As the name of a parser: the one matching the model."""

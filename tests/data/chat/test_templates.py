@@ -77,6 +77,13 @@ def test_no_template(tokenizer):
         chat_tokens(tokenizer, MESSAGES)
 
 
+@pytest.mark.parametrize("template", ["", " \n", 5, {"default": ""}, {"default": None}])
+def test_a_template_without_text(tokenizer, template):
+    tokenizer.chat_template = template
+    with pytest.raises(ModelFolderError, match="must be a text: put a chat_template"):
+        chat_tokens(tokenizer, MESSAGES)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -271,16 +271,26 @@ def _choose(tokenizer: Any, tools: Any, name: str | None) -> tuple[str, str]:
     if isinstance(known, Mapping):
         chosen = name or ("tool_use" if tools is not None and "tool_use" in known else "default")
         if chosen in known:
-            return known[chosen], f"{place} ({chosen!r})"
+            return _text(known[chosen], f"{place} ({chosen!r})")
         if name is None:
             raise ModelFolderError(
                 f"{place}: none of its templates is the default; choose chat_template from "
                 f"{sorted(known)}"
             )
     if name is not None:
-        return name, "the given chat template"
-    if not known:
+        return _text(name, "the given chat template")
+    if known is None:
         raise ModelFolderError(
             "the tokenizer has no chat template; put a chat_template.jinja into the model's folder"
         )
-    return str(known), place
+    return _text(known, place)
+
+
+def _text(source: Any, place: str) -> tuple[str, str]:
+    """Return both. Raises ModelFolderError for anything but a text, and for an empty one."""
+    if not isinstance(source, str) or not source.strip():
+        raise ModelFolderError(
+            f"{place} is {source!r:.80}, but must be a text: put a chat_template.jinja into the "
+            "model's folder"
+        )
+    return source, place

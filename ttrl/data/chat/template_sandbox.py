@@ -117,6 +117,8 @@ def render(
 
 def compile_problem(source: str) -> str | None:
     """Say why a text is no template of messages; None if it is one."""
+    if not source.strip():
+        return "it is empty, so every prompt would be empty"
     if len(source) > _MOST_SOURCE:
         return f"it has {len(source):,} characters; the limit is {_MOST_SOURCE:,}"
     try:
@@ -124,6 +126,8 @@ def compile_problem(source: str) -> str | None:
         names = meta.find_undeclared_variables(_environment().parse(source))
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno} is not valid Jinja: {error.message}"
+    except (SyntaxError, RecursionError, UnicodeError) as error:  # of Python's compiler
+        return f"it cannot be compiled: {error}"
     if "messages" not in names:
         return "it never reads `messages`, so every prompt would be equal"
     return None
