@@ -114,6 +114,56 @@ def test_the_starting_model_outlives_its_links(run, world):
         run.replay(inverse, train=True)
 
 
+def states(folder):
+    """Every entry of a run but its replays: kind, link or size, time of the last change."""
+    paths = [path for path in folder.rglob("*") if "replays" not in path.relative_to(folder).parts]
+    return {
+        str(path): (
+            path.lstat().st_mode,
+            path.is_symlink() and path.readlink(),
+            path.lstat().st_size,
+            path.lstat().st_mtime_ns,
+        )
+        for path in paths
+        if path.name != "replays"
+    }
+
+
+def test_the_model_of_a_run_with_a_chat_template_stays_untouched(run, world):
+    """Its folder of links was removed, or leads to a model elsewhere since: a replay makes its
+    own."""
+    template = "{{ messages }}"
+    config = {**run.config.to_dict(), "chat_template": template}
+    run.folder.remember_config(config, allow=["chat_template"])
+    run.train()
+    run.folder.prune(3, 2, None)
+    before = states(run.folder.path)
+    model = states(world.model)
+    result = run.replay(inverse, train=True)
+    assert states(run.folder.path) == before
+    own = result.folder.absolute() / "model"
+    assert world.recipes[0]["model"] == str(own)
+    assert (own / "chat_template.jinja").read_text() == template
+    stale = run.folder.path / "model"
+    stale.mkdir()
+    (stale / "chat_template.jinja").write_text("of another time")
+    before = states(run.folder.path)
+    run.replay(unchanged, train=True)
+    assert states(run.folder.path) == before
+    assert states(world.model) == model
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"train": True}, {"train": True, "from_checkpoints": True}], ids=str
+)
+def test_a_run_stays_untouched(run, how):
+    run.train()
+    before = states(run.folder.path)
+    run.replay(inverse, **how)
+    run.replay(inverse, **how, again=True)
+    assert states(run.folder.path) == before
+
+
 def test_checkpoints_that_are_gone(run, world):
     run.train()
     run.folder.prune(3, 2, None)

@@ -61,7 +61,7 @@ class ReplayTraining(RunFolder):
         # Nothing is logged here, so the run's loggers need not be installed on this machine.
         values = {**original.config(), "loggers": []}
         self._config = TrainConfig.parse(values, str(original.path / "config.yaml"))
-        self._start = _starting_model(original, self._config)
+        self._start, self._template = _starting_model(original, self._config)
         needed = [number - 1 for number in numbers][: None if from_checkpoints else 1]
         missing = [number for number in needed if not _can_start_from(original, number)]
         if missing:
@@ -146,6 +146,9 @@ class ReplayTraining(RunFolder):
         )
         self.remember_config(config.to_dict(), config.defaults())
         write_json(self.path / "environment.json", describe_environment())
+        self._start = with_chat_template(
+            self._start, self._template, self.path.absolute() / "model"
+        )
         server = PolicyServer(config, self.path / "logs", console)  # never started
         phases = Phases(config, self, self._start, server=server, console=console)
         newest = None
@@ -197,15 +200,15 @@ def _can_start_from(original: RunFolder, number: int) -> bool:
     )
 
 
-def _starting_model(original: RunFolder, config: TrainConfig) -> Path:
-    """Return a run's starting model. Raises ModelFolderError, and RunFolderError for a changed
-    model.
+def _starting_model(original: RunFolder, config: TrainConfig) -> tuple[Path, str | None]:
+    """Return a run's starting model, and the chat template it still lacks. Raises ModelFolderError,
+    and RunFolderError for a changed model.
     """
-    linked = original.iteration(0).path / "checkpoint"
-    folder = linked
-    if not (linked / "config.json").is_file():
-        model = local_model(config.model, chat_template=config.chat_template is None)
-        folder = with_chat_template(model, config.chat_template, original.path.absolute() / "model")
+    folder = original.iteration(0).path / "checkpoint"
+    template = None
+    if not (folder / "config.json").is_file():
+        template = config.chat_template
+        folder = local_model(config.model, chat_template=template is None)
     for name, expected in original.iteration(0).weights("prepare").items():
         path = folder / Path(name).relative_to("checkpoint")
         if not path.is_file() or digest(path) != expected:
@@ -213,4 +216,4 @@ def _starting_model(original: RunFolder, config: TrainConfig) -> Path:
                 f"{path} is not the starting model of {original.path}: its weights differ; restore "
                 "them"
             )
-    return folder
+    return folder, template
