@@ -270,7 +270,7 @@ def test_bad_rows(tmp_path, row, words):
         ({"split": "evaluation"}, "arc_agi has 'train'"),
         ({"partial_credit": 2}, "partial_credit is 2"),
         ({"augment": ["mirror"]}, "'mirror'"),
-        ({"augment": "colours"}, "augment has .*; choose from rotations"),
+        ({"augment": "colours"}, "augment is 'colours'; give a list"),
     ],
 )
 def test_refusals(folder, changes, words):

@@ -167,7 +167,7 @@ def test_shuffled_solutions_earn_nothing_for_other_numbers(reply):
         ({"n": 0}, "n is 0"),
         ({"min_numbers": 1}, "min_numbers 1 and max_numbers 4"),
         ({"max_numbers": 9}, "max_numbers 9"),
-        ({"largest": 9}, "largest 9"),
+        ({"largest": 9}, "largest is 9; give"),
         ({"valid_reward": 1.0}, r"valid_reward is 1\.0"),
         (
             {"split": "validation", "n": 60, "max_numbers": 2, "min_numbers": 2, "largest": 10},

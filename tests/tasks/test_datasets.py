@@ -15,6 +15,8 @@ from support import os_calls
 from support.packages import without
 
 from ttrl.errors import TaskError
+from ttrl.registries import FAMILIES, load
+from ttrl.tasks.chess_moves import get_chess_tasks
 from ttrl.tasks.datasets import RowError, list_field, load_rows, select, text_field
 
 ROWS = [{"question": f"Ünits of {i}?", "choices": ["a", "b, c"], "answer": i} for i in range(3)]
@@ -397,3 +399,52 @@ def test_select():
     assert train[:3] == ["751", "867", "469"]  # the same in every version
     rows += rows[:500]
     assert chosen("train") == train and chosen("validation") == validation
+
+
+NO_NUMBERS = ("", "3", None, [], [1], {}, object(), float("nan"), float("inf"), 10**400)
+NO_WHOLE = (*NO_NUMBERS[:-1], 1.5, -1, True)
+NO_LISTS = (5, 1.5, "Algebra", b"x", [None], [[1]], object(), len)
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "values"),
+    [
+        ("gsm8k", "format_reward", NO_NUMBERS),
+        ("arc_agi", "augment", NO_LISTS),
+        ("arc_agi", "max_cells", [value for value in NO_WHOLE if value is not None]),
+        ("arc_agi", "partial_credit", NO_NUMBERS),
+        ("countdown", "largest", (*NO_WHOLE, 10**400)),
+        ("countdown", "largest_target", NO_WHOLE),
+        ("countdown", "max_numbers", NO_WHOLE),
+        ("countdown", "min_numbers", NO_WHOLE),
+        ("countdown", "n", (*NO_WHOLE, 10**9)),
+        ("gsm8k", "few_shot", NO_WHOLE),
+        ("humaneval", "limits", (5, "x", {})),
+        ("letter_counting", "length_exponent", (*NO_NUMBERS, 10**9)),
+        ("letter_counting", "max_length", NO_WHOLE),
+        ("letter_counting", "min_length", NO_WHOLE),
+        ("math", "levels", NO_LISTS),
+        ("math", "subjects", NO_LISTS),
+        ("mmlu", "subjects", NO_LISTS),
+        ("sort_letters", "length_exponent", (*NO_NUMBERS, 10**9)),
+        ("sort_letters", "max_length", NO_WHOLE),
+        ("spelling", "min_length", NO_WHOLE),
+        ("spelling", "path", (5, 1.5, [], b"x", "a\0b", object())),
+        ("temporal_clue", "path", (5, 1.5, [], b"x", object())),
+        ("temporal_clue", "power", (*NO_NUMBERS, 0, -1)),
+        ("temporal_clue", "size", (5, "x", {}, object())),
+        ("zebra_grid", "houses", [value for value in NO_WHOLE if value is not None]),
+        ("zebra_grid", "path", (5, 1.5, [], b"x", object())),
+    ],
+)
+def test_nonsense_for_an_option_is_named(family, option, values, tmp_path):
+    make = load(FAMILIES[family].tasks)
+    data = {} if FAMILIES[family].data is None else {"path": tmp_path / "not_here.jsonl"}
+    for value in values:
+        with pytest.raises(TaskError, match=rf"\b{option}|cannot be read"):
+            make(**{"n": 1, **data, option: value})
+
+
+def test_a_judge_of_chess_is_a_function(tmp_path):
+    with pytest.raises(TaskError, match="judge is 5; give a function"):
+        get_chess_tasks("test", path=tmp_path / "not_here.jsonl", judge=5)

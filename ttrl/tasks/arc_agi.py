@@ -16,8 +16,10 @@ from ttrl.tasks.datasets import (
     Row,
     RowError,
     Source,
+    check_choice,
     check_name,
     check_share,
+    check_whole,
     list_field,
     load_rows,
     select,
@@ -279,10 +281,10 @@ def get_arc_agi_tasks(
     """
     check_name("split", split, ("train", "validation", "test"), "arc_agi")
     check_share("partial_credit", partial_credit)
-    if not isinstance(augment, str):
-        unknown = [name for name in augment if name not in AUGMENTATIONS]
-    else:
-        unknown = [augment]
+    check_choice("augment", augment)
+    if max_cells is not None:
+        check_whole("max_cells", max_cells, 1)
+    unknown = [name for name in augment if name not in AUGMENTATIONS]
     if unknown:
         raise TaskError(f"augment has {unknown}; choose from {', '.join(AUGMENTATIONS)}")
     if split == "test":

@@ -34,13 +34,14 @@ from ttrl.tasks.datasets import (
     check_name,
     check_share,
     load_rows,
+    local_path,
     read_text,
     select,
     text_field,
 )
 from ttrl.tasks.task import Choice, Example, Task, question, solved
 from ttrl.tasks.words import as_typed
-from ttrl.text import present
+from ttrl.text import present, short
 
 try:
     import chess
@@ -250,7 +251,9 @@ def get_chess_tasks(
     check_name("split", split, ("train", "validation", "test"), "chess")
     check_name("style", style, ("plain", "P"), "chess")
     check_share("legal_reward", legal_reward, below_one=True)
-    source = Path(path).expanduser()
+    if judge is not None and not callable(judge):
+        raise TaskError(f"judge is {short(judge, 80)}; give a function of a FEN and a move")
+    source = local_path(path)
     if source.suffix == ".epd":
         positions = read_epd(source)
     else:

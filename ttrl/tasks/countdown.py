@@ -17,7 +17,13 @@ from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, find_boxed, find_tagged, latest, reply_text
-from ttrl.tasks.datasets import check_count, check_name, check_share
+from ttrl.tasks.datasets import (
+    check_count,
+    check_name,
+    check_share,
+    check_span,
+    check_whole,
+)
 from ttrl.tasks.numerals import ascii_digits
 from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import as_typed, in_validation, pick
@@ -46,6 +52,8 @@ _OPERATORS = str.maketrans(
         "}": ")",
     }
 )
+_LARGEST = 10**15
+"""Numbers are drawn as parts of a float."""
 _ALLOWED = re.compile(r"[0-9+*/() -]+")
 _DIGITS = re.compile(r"[0-9]+")
 _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
@@ -180,15 +188,9 @@ def get_countdown_tasks(
     """
     check_name("split", split, ("train", "validation"), "countdown")
     check_count(n)
-    if not 2 <= min_numbers <= max_numbers <= 8:
-        raise TaskError(
-            f"min_numbers {min_numbers} and max_numbers {max_numbers}: 2 <= min_numbers <= "
-            "max_numbers <= 8"
-        )
-    if largest < 10 or largest_target < 10:
-        raise TaskError(
-            f"largest {largest} and largest_target {largest_target}: give 10 or more for both"
-        )
+    check_span("numbers", min_numbers, max_numbers, 2, 8)
+    check_whole("largest", largest, 10, _LARGEST)
+    check_whole("largest_target", largest_target, 10)
     check_share("valid_reward", valid_reward, below_one=True)
     held_out = split == "validation"
     settings = f"{min_numbers} {max_numbers} {largest} {largest_target}"

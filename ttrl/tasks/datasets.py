@@ -18,14 +18,14 @@ import os
 import re
 import socket
 import urllib.request
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ttrl.errors import TaskError
 from ttrl.tasks.words import in_validation
-from ttrl.text import counted, one_line, short, spans
+from ttrl.text import counted, is_number, one_line, short, spans
 
 T = TypeVar("T")
 Row: TypeAlias = dict[str, Any]
@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 _LONGEST_FIELD = 2**31 - 1
 """Limit on the bytes of a CSV field; some prompts exceed Python's own limit, 131,072."""
 _SHOWN_CONFLICTS = 5
+MOST_EXPONENT = 100
+MOST_TASKS = 10_000_000
+"""A list of that many takes more than 10 GB."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
@@ -224,12 +227,12 @@ def puzzle_seeds(split: str, n: int | None, seed: int) -> list[str]:
 
 def check_count(n: int | None, least: str = "one", *, may_be_none: bool = False) -> int:
     """Return the requested number of tasks, 0 for None. Raises TaskError unless it is a whole
-    number above 0.
+    number above 0, and at most MOST_TASKS.
     """
     if n is None and may_be_none:
         return 0
-    if type(n) is not int or n < 1:
-        raise TaskError(f"n is {n!r}; ask for at least {least}")
+    if type(n) is not int or not 1 <= n <= MOST_TASKS:
+        raise TaskError(f"n is {n!r}; ask for at least {least}, at most {MOST_TASKS:,}")
     return n
 
 
@@ -242,20 +245,74 @@ def check_name(option: str, value: str, known: Iterable[str], what: str) -> None
 
 def check_share(option: str, value: float, *, below_one: bool = False) -> None:
     """Raise TaskError for a share of the reward outside 0 to 1."""
-    if not 0.0 <= value <= 1.0 or (below_one and value == 1.0):
-        raise TaskError(f"{option} is {value}; give a number from 0 to {'less than ' * below_one}1")
+    if not is_number(value) or not 0.0 <= value <= 1.0 or (below_one and value == 1.0):
+        raise TaskError(
+            f"{option} is {short(value, 80)}; give a number from 0 to {'less than ' * below_one}1"
+        )
+
+
+def check_whole(option: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise TaskError unless an option is a whole number from `least` to `most`."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        if most is None:
+            allowed = f"of at least {least}"
+        else:
+            allowed = f"from {least} to {most}"
+        raise TaskError(f"{option} is {short(value, 80)}; give a whole number {allowed}")
+
+
+def check_span(what: str, low: int, high: int, least: int, most: int) -> None:
+    """Raise TaskError unless min_`what` and max_`what` are whole numbers, in order and from `least`
+    to `most`.
+    """
+    if type(low) is not int or type(high) is not int or not least <= low <= high <= most:
+        raise TaskError(
+            f"min_{what} {short(low, 40)} and max_{what} {short(high, 40)}: "
+            f"{least} <= min_{what} <= max_{what} <= {most}, in whole numbers"
+        )
+
+
+def check_exponent(option: str, value: float) -> None:
+    """Raise TaskError for an exponent beyond ±MOST_EXPONENT: weights of words need finite
+    powers.
+    """
+    if not is_number(value) or abs(value) > MOST_EXPONENT:
+        raise TaskError(
+            f"{option} is {short(value, 80)}; give a number from -{MOST_EXPONENT} to "
+            f"{MOST_EXPONENT}"
+        )
+
+
+def check_choice(option: str, value: Collection[str] | Collection[int]) -> None:
+    """Raise TaskError unless an option is a list of names or numbers."""
+    if (
+        isinstance(value, str | bytes)
+        or not isinstance(value, Collection)
+        or not all(isinstance(one, str | int) for one in value)
+    ):
+        raise TaskError(f"{option} is {short(value, 80)}; give a list of names or numbers")
 
 
 def is_file(path: Source) -> bool:
     """Return whether a source is a single file; its splits are then parts of its rows."""
-    return Path(path).expanduser().is_file()
+    return local_path(path).is_file()
+
+
+def local_path(source: Source) -> Path:
+    """Return a source as a path on this machine. Raises TaskError unless it is a text or a path."""
+    if not isinstance(source, str | os.PathLike):
+        raise TaskError(
+            f"path is {short(source, 80)}; give a file, a folder, or a data set's name on the "
+            "Hugging Face hub"
+        )
+    return Path(source).expanduser()
 
 
 def _open(
     source: Source, splits: Sequence[str], config: str | None
 ) -> tuple[str, Iterable[tuple[str, Any]]]:
     """Return (name of the source, (place, row) of each row)."""
-    path = Path(source).expanduser()
+    path = local_path(source)
     parts = [path]
     if path.is_dir():
         parts = _in_folder(path, splits, config)
@@ -339,8 +396,8 @@ def read_text(path: Path) -> str:
     """Return the text of a file. Raises TaskError."""
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # no text; or no file's name
+        raise TaskError(f"{path!s:.200}: cannot be read: {error}") from None
 
 
 def _loads(text: str, place: str) -> Any:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, marked, opening_of, reply_text, tagged_answer
 from ttrl.tasks.datasets import (
     Row,
@@ -18,6 +17,7 @@ from ttrl.tasks.datasets import (
     Source,
     check_name,
     check_share,
+    check_whole,
     load_rows,
     select,
     text_field,
@@ -154,13 +154,12 @@ def get_gsm8k_tasks(
     check_name("split", split, ("train", "validation", "test"), "gsm8k")
     check_name("style", style, INSTRUCTIONS, "gsm8k")
     check_share("format_reward", format_reward)
+    check_whole("few_shot", few_shot, 0)
     problems = select(
         _load(path, split), lambda p: p.question, split, n, seed, "gsm8k", held_out=split != "test"
     )
     shots: list[GSM8KProblem] = []
     if few_shot:
-        if type(few_shot) is not int or few_shot < 0:
-            raise TaskError(f"few_shot is {few_shot!r}; give a number of examples, 0 or more")
         shots = select(
             _load(path, "train"),
             lambda p: p.question,

@@ -17,10 +17,10 @@ from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
-from ttrl.tasks.datasets import check_count, check_name, check_share
+from ttrl.tasks.datasets import check_count, check_exponent, check_name, check_share, check_span
 from ttrl.tasks.numerals import last_number
 from ttrl.tasks.task import Choice, Example, Task, question, solved
-from ttrl.tasks.words import get_words, in_validation
+from ttrl.tasks.words import LONGEST, SHORTEST, get_words, in_validation
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MOST = 3
@@ -79,6 +79,8 @@ def get_letter_counting_tasks(
     """
     check_name("split", split, ("train", "validation"), "letter_counting")
     check_share("partial_credit", partial_credit)
+    check_span("length", min_length, max_length, SHORTEST, LONGEST)
+    check_exponent("length_exponent", length_exponent)
     if split == "train":
         questions = _draw(
             random.Random(f"letter counting, train, {seed}"),

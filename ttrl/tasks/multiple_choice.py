@@ -22,6 +22,7 @@ from ttrl.tasks.datasets import (
     RowError,
     Rows,
     Source,
+    check_choice,
     check_name,
     is_file,
     list_field,
@@ -268,7 +269,7 @@ def get_mmlu_tasks(
         "validation": ("validation", "val"),
         "test": ("test",),
     }
-    return _tasks("mmlu", split, n, seed, path, "all", files, style, tuple(subjects))
+    return _tasks("mmlu", split, n, seed, path, "all", files, style, subjects)
 
 
 def get_arc_tasks(
@@ -307,10 +308,11 @@ def _tasks(
     config: str,
     files: dict[str, tuple[str, ...]],
     style: str,
-    subjects: tuple[str, ...],
+    subjects: Sequence[str],
 ) -> list[Task]:
     check_name("split", split, files, what)
     check_name("style", style, INSTRUCTIONS, what)
+    check_choice("subjects", subjects)
     rows = load_rows(
         path, lambda row: (row.get("subject"), parse_row(row)), splits=files[split], config=config
     )
@@ -318,7 +320,7 @@ def _tasks(
     missing = [subject for subject in subjects if subject not in there]
     if missing:
         raise TaskError(
-            f"{what}: no questions of {', '.join(missing)}; there are "
+            f"{what}: no questions of {', '.join(map(str, missing))}; there are "
             f"{', '.join(sorted(map(str, there)))}"
         )
     asked = rows.where(lambda row: not subjects or row[0] in subjects)

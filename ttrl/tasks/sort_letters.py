@@ -11,7 +11,7 @@ from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
-from ttrl.tasks.datasets import check_count, check_name, check_share
+from ttrl.tasks.datasets import check_count, check_exponent, check_name, check_share, check_span
 from ttrl.tasks.task import Choice, Example, Task, question, solved
 from ttrl.tasks.words import in_validation, pick
 
@@ -73,6 +73,7 @@ def get_sort_letters_tasks(
     """
     check_name("split", split, ("train", "validation"), "sort_letters")
     check_share("partial_credit", partial_credit)
+    check_exponent("length_exponent", length_exponent)
     _check(n, min_length, max_length, distinct)
     if split == "train":
         rng = random.Random(f"sort letters, train, {seed}")
@@ -104,12 +105,7 @@ def sort_letters_examples(
 
 def _check(n: int, min_length: int, max_length: int, distinct: bool) -> None:
     check_count(n)
-    longest = len(LETTERS) if distinct else LONGEST
-    if not 1 <= min_length <= max_length <= longest:
-        raise TaskError(
-            f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length "
-            f"<= {longest}"
-        )
+    check_span("length", min_length, max_length, 1, len(LETTERS) if distinct else LONGEST)
 
 
 def _is_held_out(word: str) -> bool:

@@ -11,7 +11,15 @@ from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, find_tagged, last_line, latest, reply_text
-from ttrl.tasks.datasets import Source, check_count, check_name, check_share, read_text
+from ttrl.tasks.datasets import (
+    Source,
+    check_count,
+    check_name,
+    check_share,
+    check_span,
+    local_path,
+    read_text,
+)
 from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import as_typed, get_words, in_validation, pick
 
@@ -100,15 +108,11 @@ def _pick(
     split: str, n: int, seed: int, path: Source | None, min_length: int, max_length: int
 ) -> list[str]:
     check_count(n)
-    if not 1 <= min_length <= max_length <= LONGEST:
-        raise TaskError(
-            f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length "
-            f"<= {LONGEST}"
-        )
+    check_span("length", min_length, max_length, 1, LONGEST)
     if path is None:
         words = get_words(min_length, max_length)
     else:
-        words = _read_words(Path(path), min_length, max_length)
+        words = _read_words(local_path(path), min_length, max_length)
     words = [word for word in words if in_validation("spelling " + word) == (split == "validation")]
     if not words or (split == "validation" and len(words) < n):
         raise TaskError(

@@ -16,6 +16,7 @@ from ttrl.tasks.datasets import Row, RowError, Source, check_name, load_rows, se
 from ttrl.tasks.humaneval.code_blocks import defines, read_code
 from ttrl.tasks.humaneval.sandbox import SandboxLimits, SandboxOutcome, run_sandboxed, why_not
 from ttrl.tasks.task import Choice, Task, question
+from ttrl.text import short
 
 _PROMPT = (
     "Complete this Python function. Reply with the whole function, its imports included, in one "
@@ -108,6 +109,8 @@ def get_humaneval_tasks(
     machine without a working sandbox; it tries.
     """
     check_name("split", split, ("test",), "humaneval")
+    if limits is not None and not isinstance(limits, SandboxLimits):
+        raise TaskError(f"limits is {short(limits, 80)}; give SandboxLimits(seconds=…, memory=…)")
     problems = select(
         load_rows(path, parse_row, splits=("test",)),
         lambda problem: problem.id,

@@ -16,6 +16,7 @@ from ttrl.tasks.datasets import (
     Row,
     RowError,
     Source,
+    check_choice,
     check_name,
     check_share,
     field,
@@ -74,6 +75,8 @@ def get_math_tasks(
     format_reward: the share of the reward for the form.
     flexible: see MathGrader.
     """
+    check_choice("levels", levels)
+    check_choice("subjects", subjects)
     problems = _load(path, split, {"test": ("test",)})
     if levels:
         problems = [problem for problem in problems if problem.level in levels]

@@ -17,6 +17,7 @@ from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, place_in_content, reply_text
 from ttrl.tasks.task import Choice
 from ttrl.tasks.words import as_typed, comparable
+from ttrl.text import is_number, short
 
 _MARKS = " \t*_`~\"'«»"
 _BEFORE = _MARKS + "#>-+•·([|"
@@ -86,8 +87,10 @@ class TemporalClueGrader:
                     f"temporal-clue: the solution has {letter!r}: {value!r}; letters are A to Z, "
                     "values short texts"
                 )
-        if not 0.0 < self.power < float("inf"):
-            raise TaskError(f"temporal-clue: power is {self.power!r}; give a number above 0")
+        if not is_number(self.power) or self.power <= 0.0:
+            raise TaskError(
+                f"temporal-clue: power is {short(self.power, 80)}; give a number above 0"
+            )
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with

@@ -22,6 +22,7 @@ from ttrl.tasks.task import Task, question
 from ttrl.tasks.temporal_clue.generator import Scope, make_puzzle
 from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
 from ttrl.tasks.temporal_clue.scene import PuzzleSize
+from ttrl.text import short
 
 Split = Literal["train", "validation"]
 
@@ -68,6 +69,8 @@ def get_temporal_clue_tasks(
         for every seed, never one of train.
     """
     check_name("split", split, ("train", "validation"), "temporal_clue")
+    if size is not None and not isinstance(size, PuzzleSize):
+        raise TaskError(f"size is {short(size, 80)}; give a PuzzleSize, or None to mix sizes")
     if path is not None:
         if size is not None or scope != "answers":
             raise TaskError(

@@ -1,6 +1,5 @@
 """Make zebra-grid tasks from a published or generated file in ZebraLogic's format, or on demand."""
 
-import os
 from typing import Literal, NamedTuple
 
 from ttrl.errors import TaskError
@@ -12,6 +11,7 @@ from ttrl.tasks.datasets import (
     check_name,
     from_json,
     load_rows,
+    local_path,
     puzzle_seeds,
     select,
     text_field,
@@ -71,7 +71,7 @@ def get_zebra_grid_tasks(
                 "houses and attributes apply to puzzles generated here; a file of puzzles (path) "
                 "has its own"
             )
-        in_folder = os.path.isdir(os.path.expanduser(path))
+        in_folder = local_path(path).is_dir()
         # The published set has one split, named test.
         names = (
             ("test", "train")
