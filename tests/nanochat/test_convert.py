@@ -286,7 +286,17 @@ def changed(checkpoint, tmp_path, weights=None, config=None):
         ),
         ({}, {"n_kv_head": 1}, "n_kv_head is 1 and n_head 2"),
         ({}, {"window_pattern": "SX"}, "window_pattern is 'SX'"),
-        ({}, {"n_embd": "wide"}, "its model_config is not nanochat's"),
+        ({}, {"n_embd": "wide"}, "n_embd is 'wide'; nanochat's are whole numbers from 1"),
+        ({}, {"n_embd": 0}, "n_embd is 0; nanochat's are whole numbers from 1"),
+        ({}, {"n_embd": 66}, "n_embd is 66 and n_head 2; each head needs an even number"),
+        ({}, {"n_layer": float("inf")}, "n_layer is inf; nanochat's are whole numbers"),
+        ({}, {"n_layer": 1_000_000}, "has 5 layers, but n_layer of its config is 1000000"),
+        ({}, {"sequence_len": -1}, "sequence_len is -1"),
+        ({"resid_lambdas": torch.tensor(1.0)}, {}, "no dict of arrays of numbers"),
+        ({"lm_head.weight": torch.zeros(3, 3).to_sparse()}, {}, "no dict of arrays of numbers"),
+        ({"resid_lambdas": torch.ones(7)}, {}, "2 tensors are not part of the model"),
+        ({"value_embeds.0.weight": None}, {}, "not part of the model in its config, the first"),
+        ({"value_embeds.x.weight": torch.zeros(3, 3)}, {}, "no tensor value_embeds.x.weight"),
         ({}, {"vocab_size": 300}, "give the model's own tokenizer"),
     ],
 )
@@ -306,5 +316,9 @@ def test_the_command(checkpoint, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "models" / "nanochat-d5" / "model.safetensors").is_file()
     assert main(["models", "convert", "nanochat", str(checkpoint)]) != 0
     assert "exists and is not empty" in capsys.readouterr().err
+    (tmp_path / "file").write_text("x")
+    for out in ("file", "file/below"):
+        assert main(["models", "convert", "nanochat", str(checkpoint), "--out", out]) != 0
+        assert "cannot be made a folder" in capsys.readouterr().err
     assert main(["models", "convert", "nanochat", str(tmp_path / "nowhere")]) != 0
     assert "their names are model_NNNNNN.pt" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     else:
         name = source.parent.name
     out = Path(arguments.out or Path("models", f"nanochat-{name}"))
-    if out.exists() and any(out.iterdir()):
+    if out.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} exists and is not empty; choose another folder with --out")
     print(convert(source, out, arguments.tokenizer))
     return 0

@@ -21,6 +21,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from ttrl.errors import UserError
 from ttrl.nanochat.modeling import ARCHITECTURE, Nanochat2026ForCausalLM, NanochatConfig
 from ttrl.system.files import read_object
+from ttrl.text import short
 
 BOS = "<|bos|>"
 END_OF_TURN = "<|assistant_end|>"
@@ -42,6 +43,8 @@ _ELSEWHERE = {
 }
 _SCALES = {"resid_lambdas": "residual_scale", "x0_lambdas": "start_scale"}
 """Vectors of one number for each layer."""
+_SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
+_LARGEST_SIZE = 10_000_000
 _LARGEST_PICKLE = 2**26
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -75,14 +78,14 @@ def convert(source: str | Path, out: str | Path, tokenizer: str | Path | None = 
     settings = _settings(meta)
     pickled = _tokenizer_file(weights, tokenizer)
     own_tokenizer = read_tokenizer(pickled)
-    vocabulary = int(settings["vocab_size"])
+    vocabulary = settings["vocab_size"]
     if len(own_tokenizer) != vocabulary:
         raise UserError(
             f"{pickled} has {len(own_tokenizer)} tokens, but {meta} says {vocabulary}; give the "
             "model's own tokenizer"
         )
     stored = _stored(weights)
-    config = _config(settings, stored, own_tokenizer)
+    config = _config(settings, stored, own_tokenizer, weights)
     with torch.device("meta"):
         model = Nanochat2026ForCausalLM(config)
     tensors = _renamed(stored, config, vocabulary, weights)
@@ -90,6 +93,12 @@ def convert(source: str | Path, out: str | Path, tokenizer: str | Path | None = 
     _check(expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, weights)
     model.load_state_dict(tensors, assign=True)
     folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be made a folder: {error.strerror}; choose another one (--out)"
+        ) from error
     model.save_pretrained(folder)
     own_tokenizer.save_pretrained(folder)
     return folder
@@ -121,15 +130,23 @@ def _settings(meta: Path) -> dict[str, Any]:
     """Return nanochat's GPTConfig."""
     try:
         found = read_object(meta)["model_config"]
-        sizes = {
-            name: int(found[name])
-            for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
-        }
+        sizes = {name: found[name] for name in _SIZES}
         pattern = str(found.get("window_pattern", "L")).upper()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{meta}: its model_config is not nanochat's ({type(error).__name__}: {error})"
         ) from error
+    for name, size in sizes.items():
+        if type(size) is not int or not 1 <= size <= _LARGEST_SIZE:
+            raise UserError(
+                f"{meta}: {name} is {short(size, 80)}; nanochat's are whole numbers from 1 to "
+                f"{_LARGEST_SIZE:,}"
+            )
+    if sizes["n_embd"] % (2 * sizes["n_head"]):
+        raise UserError(
+            f"{meta}: n_embd is {sizes['n_embd']} and n_head {sizes['n_head']}; each head needs an "
+            "even number of dimensions"
+        )
     if not pattern or set(pattern) - set("SL"):
         raise UserError(f"{meta}: window_pattern is {pattern!r}; nanochat's consist of S and L")
     if sizes["n_kv_head"] != sizes["n_head"]:
@@ -243,23 +260,33 @@ def _stored(weights: Path) -> dict[str, Tensor]:
         found = torch.load(weights, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         raise UserError(f"{weights} cannot be read as a file of weights: {error}") from error
-    if not isinstance(found, Mapping) or not all(
-        isinstance(tensor, Tensor) for tensor in found.values()
-    ):
-        raise UserError(f"{weights}: no dict of tensors, as nanochat writes it")
+    if not isinstance(found, Mapping) or not all(map(_is_array, found.values())):
+        raise UserError(f"{weights}: no dict of arrays of numbers, as nanochat writes it")
     return {str(name).removeprefix("_orig_mod."): tensor for name, tensor in found.items()}
 
 
+def _is_array(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return value.is_floating_point() and value.dim() > 0
+
+
 def _config(
-    settings: Mapping[str, Any], stored: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerFast
+    settings: Mapping[str, Any],
+    stored: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerFast,
+    weights: Path,
 ) -> NanochatConfig:
     layers = settings["n_layer"]
+    there = {name.split(".")[2] for name in stored if name.startswith("transformer.h.")}
+    if len(there) != layers:
+        raise UserError(f"{weights} has {len(there)} layers, but n_layer of its config is {layers}")
     context = settings["sequence_len"]
     pattern = settings["window_pattern"]
     short = -(-context // 4 // 128) * 128 + 1  # nanochat counts the tokens before a token's own
     windows = [short if pattern[number % len(pattern)] == "S" else None for number in range(layers)]
     windows[-1] = None
-    given = [name.split(".")[1] for name in stored if name.startswith("value_embeds.")]
+    given = re.findall(r"^value_embeds\.(\d{1,9})\.weight$", "\n".join(stored), re.MULTILINE)
     return NanochatConfig(
         vocab_size=settings["vocab_size"],
         hidden_size=settings["n_embd"],
@@ -285,7 +312,7 @@ def _renamed(
         if name in _SCALES:
             found |= {
                 f"model.layers.{number + 1}.{_SCALES[name]}": part.reshape(1)
-                for number, part in enumerate(tensor)
+                for number, part in enumerate(tensor.flatten())
             }
             continue
         layer = re.fullmatch(r"transformer\.h\.(\d+)\.(.*)", name)
@@ -316,6 +343,12 @@ def _check(
             f"{weights}: {len(missing)} tensors of nanochat's model of 2026 are missing, the first "
             f"{missing[0]}; checkpoints of 2025 have another architecture, no longer loaded by "
             "nanochat itself"
+        )
+    unknown = sorted(found.keys() - expected.keys())
+    if unknown:
+        raise UserError(
+            f"{weights}: {len(unknown)} tensors are not part of the model in its config, the first "
+            f"{unknown[0]}"
         )
     wrong = sorted(name for name, shape in expected.items() if found[name] != shape)
     if wrong:
