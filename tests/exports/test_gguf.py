@@ -6,6 +6,7 @@ TTRL_TEST_LLAMA_PYTHON names a Python with xllamacpp.
 import json
 import math
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ttrl.errors import ModelFolderError
 from ttrl.exports.gguf import DTYPES, read_back, write_gguf
 from ttrl.exports.gguf_tokenizer import vocabulary
 from ttrl.ready_models import ready_model
+from ttrl.tiny_model import make_tiny_model
 
 LLAMA = os.environ.get("TTRL_TEST_LLAMA_PYTHON")
 needs_llama = pytest.mark.skipif(LLAMA is None, reason="needs TTRL_TEST_LLAMA_PYTHON")
@@ -277,6 +279,28 @@ def test_an_unknown_way_of_splitting_is_refused(tmp_path):
     with_tokenizer(tmp_path, merging(BYTES, ignore_merges=True))
     with pytest.raises(ModelFolderError, match="whole words first"):
         vocabulary(tmp_path, 600)
+
+
+def test_damaged_folders_are_refused_before_anything_is_written(tmp_path):
+    good = make_tiny_model(tmp_path / "good", layers=1, width=32, heads=2)
+    damage = [
+        ("tokenizer_config.json", "{", "the tokenizer of .* cannot be loaded"),
+        ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
+        ("generation_config.json", "[]", "generation_config.json is damaged"),
+        ("config.json", "{", "config.json cannot be read"),
+        ("config.json", {"hidden_size": 64}, "tok_embeddings.weight has the shape"),
+        ("config.json", {"vocab_size": 10**9}, "tok_embeddings.weight has the shape"),
+        ("config.json", {"head_dim": 64}, "q_proj.weight has the shape"),
+        ("config.json", {"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+    ]
+    for number, (name, content, message) in enumerate(damage):
+        folder = shutil.copytree(good, tmp_path / str(number))
+        if isinstance(content, dict):
+            content = json.dumps(json.loads((folder / name).read_text()) | content)
+        (folder / name).write_text(content)
+        with pytest.raises(ModelFolderError, match=message):
+            write_gguf(folder, folder / "out.gguf", dtype="f32", name="x")
+        assert not (folder / "out.gguf").exists()
 
 
 def test_more_tokens_than_embeddings_are_refused(tmp_path):

@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingTyp
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ttrl.errors import ModelFolderError
 from ttrl.exports.checkpoint import Chosen
 from ttrl.exports.gguf_layout import Layout, layout_of
 from ttrl.exports.gguf_tokenizer import Vocabulary, vocabulary
@@ -69,6 +70,7 @@ def write_gguf(folder: Path, path: Path, *, dtype: str, name: str) -> Vocabulary
     """
     config = read_config(folder)
     layout = layout_of(config)
+    _check_sizes(folder, layout, config)
     words = vocabulary(folder, layout.shape.vocab_size)
     kind, file_type = DTYPES[dtype]
     types = {
@@ -92,6 +94,32 @@ def write_gguf(folder: Path, path: Path, *, dtype: str, name: str) -> Vocabulary
         for ours, tensor in _tensors(folder, layout, config):
             to.write_tensor_data(_encoded(tensor, types[ours].kind))
     return words
+
+
+def _check_sizes(folder: Path, layout: Layout, config: PretrainedConfig) -> None:
+    """Raise ModelFolderError unless config.json has the sizes of the weights: readers of a file
+    believe its settings.
+    """
+    shape = layout.shape
+    expected = {
+        "tok_embeddings.weight": (shape.vocab_size, shape.hidden_size),
+        "layers.0.attn.q_proj.weight": (
+            shape.num_attention_heads * shape.head_dim,
+            shape.hidden_size,
+        ),
+    }
+    for ours, tensor in iter_weights(folder, "torchtune"):
+        found = tuple(tensor.shape)
+        if expected.get(ours, found) != found:
+            raise ModelFolderError(
+                f"{folder}: {ours} has the shape {found}, but by config.json {expected[ours]}; "
+                "copy config.json again from the model of these weights"
+            )
+    if config.max_position_embeddings < 1:
+        raise ModelFolderError(
+            f"{folder}: max_position_embeddings is {config.max_position_embeddings}; give the "
+            "longest sequence in tokens"
+        )
 
 
 class _Type:

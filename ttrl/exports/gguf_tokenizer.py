@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from ttrl.data.chat.generation_tags import without_generation_tags
-from ttrl.errors import ModelFolderError
+from ttrl.errors import ModelFolderError, describe
 from ttrl.system.files import read_object
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -80,6 +80,20 @@ class Vocabulary:
             to.add_chat_template(self.chat_template)
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a model folder. Raises ModelFolderError for missing and damaged
+    files.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # The library raises anything for damaged files.
+    except Exception as error:
+        raise ModelFolderError(
+            f"the tokenizer of {folder} cannot be loaded ({describe(error)}); copy tokenizer.json, "
+            "tokenizer_config.json and chat_template.jinja again from its model"
+        ) from error
+
+
 def vocabulary(folder: Path, rows: int) -> Vocabulary:
     """Return the vocabulary of a model folder. rows: of the embeddings; rows without a token get
     a placeholder. Raises ModelFolderError.
@@ -99,13 +113,15 @@ def vocabulary(folder: Path, rows: int) -> Vocabulary:
         raise ModelFolderError(
             f"{path}: a tokenizer of the type {model.get('type')!r}; only BPE goes into GGUF files"
         )
+    if not model["vocab"]:
+        raise ModelFolderError(f"{path} has no tokens; copy it again from the model")
     if len(fast.get_vocab()) > rows:
         raise ModelFolderError(
             f"{path} has {len(fast.get_vocab()):,} tokens, but the model {rows:,} embeddings"
         )
     by_sentence_pieces = bool(model.get("byte_fallback"))
     merges = [_merge(pair) for pair in model["merges"]]
-    known: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    known = load_tokenizer(folder)
     tokens, kinds = _tokens(content, known, rows, by_sentence_pieces)
     kind = "llama"
     split = "default"
@@ -223,7 +239,12 @@ def _stops(folder: Path, known: Any) -> list[int]:
     file = folder / "generation_config.json"
     found = [known.eos_token_id]
     if file.is_file():
-        ends: Any = read_object(file).get("eos_token_id")
+        try:
+            ends: Any = read_object(file).get("eos_token_id")
+        except ValueError as error:
+            raise ModelFolderError(
+                f"{file} is damaged ({error}); copy it again from the model, or remove it"
+            ) from error
         if not isinstance(ends, list):
             ends = [ends]
         found += ends

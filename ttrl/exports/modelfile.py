@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.errors import ModelFolderError, TemplateRefusalError
+from ttrl.exports.gguf_tokenizer import load_tokenizer
 
 _MARK = "Xq7z"
 _ROLES = ("system", "user", "assistant")
@@ -144,7 +143,7 @@ def _quoted(text: str) -> str:
 
 
 def _turns_in(folder: Path) -> Turns | None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_tokenizer(folder)
     if not tokenizer.chat_template:
         return None
     try:
