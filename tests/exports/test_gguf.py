@@ -3,6 +3,8 @@
 TTRL_TEST_LLAMA_PYTHON names a Python with xllamacpp.
 """
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -20,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ttrl.errors import ModelFolderError
-from ttrl.exports.gguf import DTYPES, read_back, write_gguf
+from ttrl.exports.gguf import DTYPES, write_gguf
 from ttrl.exports.gguf_tokenizer import vocabulary
 from ttrl.ready_models import ready_model
 from ttrl.tiny_model import make_tiny_model
@@ -107,6 +109,16 @@ def greedy(prompt, tokens, **more):
             **more,
         },
     ]
+
+
+def read_back(path):
+    """Return the tensors of a GGUF file as float32, by llama.cpp's names."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        reader = gguf.GGUFReader(path)
+    return {
+        one.name: gguf.dequantize(one.data, one.tensor_type).reshape(one.shape[::-1])
+        for one in reader.tensors
+    }
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -247,12 +247,10 @@ def turns_by_template(
     for number, turn in enumerate(turns):
         if sample.turns is None:
             place = where
+            messages = list(sample.messages)
         else:
             place = f"{where}, turn {number}"
-        if sample.turns is not None:
             messages = sample.sent(number)
-        else:
-            messages = list(sample.messages)
         ended = end_of_turn and turn.finish_reason in ("stop", "tool_calls")
         try:
             chat, generated = _tokens(

@@ -6,7 +6,6 @@ them so, and they are small.
 """
 
 import contextlib
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,13 +230,3 @@ def _add_settings(to: GGUFWriter, layout: Layout, config: PretrainedConfig) -> N
             to.add_rope_scaling_orig_ctx_len(original or int(config.max_position_embeddings))
             to.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
             to.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
-
-
-def read_back(path: Path) -> dict[str, "numpy.ndarray[Any, Any]"]:
-    """Return the tensors of a GGUF file as float32, by llama.cpp's names."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        reader = gguf.GGUFReader(path)
-    return {
-        one.name: gguf.dequantize(one.data, one.tensor_type).reshape(one.shape[::-1])
-        for one in reader.tensors
-    }

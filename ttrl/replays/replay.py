@@ -37,6 +37,7 @@ from ttrl.system.frames import data_frame
 from ttrl.system.html_table import html_text
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
+from ttrl.text import counted
 from ttrl.version import __version__
 
 if TYPE_CHECKING:
@@ -166,10 +167,7 @@ def replay(
                     what = "all iterations"
                 console.line(f"{folder.path}: {what} graded before; --again grades all again")
             if todo:
-                if len(todo) == 1:
-                    count = "1 iteration"
-                else:
-                    count = f"{len(todo)} iterations"
+                count = counted(len(todo), "iteration")
                 console.line(f"Grading {count} of {original.path} with {regrader.reference}")
                 # Before any grading, to name the grader of every grade.
                 write_json(folder.path / FILE_NAME, {**before, **written})

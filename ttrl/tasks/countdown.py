@@ -62,6 +62,7 @@ _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
+_BY_SIGN = dict(zip("+-*/", _OPERATIONS.values(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -224,21 +225,11 @@ def _draw(rng: random.Random, count: int, largest: int) -> tuple[list[int], str,
     while len(terms) > 1:
         first, second = (terms.pop(int(rng.random() * len(terms))) for _ in range(2))
         if second[0] != 0 and (first[0] / second[0]).denominator == 1:
-            operators = "+-*/"
+            signs = "+-*/"
         else:
-            operators = "+-*"
-        operator = pick(rng, operators)
-        a = first[0]
-        b = second[0]
-        value = (
-            a + b
-            if operator == "+"
-            else a - b
-            if operator == "-"
-            else a * b
-            if operator == "*"
-            else a / b
-        )
-        terms.append((value, f"({first[1]} {operator} {second[1]})"))
+            signs = "+-*"
+        sign = pick(rng, signs)
+        value = _BY_SIGN[sign](first[0], second[0])
+        terms.append((value, f"({first[1]} {sign} {second[1]})"))
     value, text = terms[0]
     return numbers, text[1:-1], value

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttrl.data.chat.rendering import REASONING_KEYS
+from ttrl.data.chat.rendering import REASONING_KEYS, is_function_call
 from ttrl.messages import Message
 
 # Tags templates look for in texts: <think>, </think>, <|channel|>, [TOOL_CALLS]. They stay in a
@@ -147,16 +147,12 @@ def ending_probe(probe: Probe, unused: str) -> Probe:
     """Return `probe` with one more argument, a mark, in its last tool call, as other arguments need
     not be texts to mark.
     """
-    calls = probe.message.get("tool_calls") or [None]
-    if isinstance(calls[-1], dict):
-        function = calls[-1].get("function")
-    else:
-        function = None
-    if isinstance(function, dict):
-        arguments = function.get("arguments")
-    else:
-        arguments = None
-    if not isinstance(function, dict) or not isinstance(arguments, (dict, str)):
+    calls = probe.message.get("tool_calls")
+    if not calls or not is_function_call(calls[-1]):
+        return probe
+    function = calls[-1]["function"]
+    arguments = function.get("arguments")
+    if not isinstance(arguments, (dict, str)):
         return probe
     mark = f"QxE{unused}xQ"
     more = (json.loads(arguments) if isinstance(arguments, str) else arguments) | {unused: mark}
@@ -172,12 +168,9 @@ def _has_text(part: Any) -> bool:
 
 
 def _marked_call(call: Any, leaves: Callable[[Any], Any]) -> Any:
-    if isinstance(call, dict):
-        function = call.get("function")
-    else:
-        function = None
-    if not isinstance(function, dict):
+    if not is_function_call(call):
         return call
+    function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # JSON text, for templates accepting nothing else
         return call | {

@@ -74,7 +74,7 @@ def server_messages(
 def unsayable(message: Mapping[str, Any]) -> str | None:
     """Say why no template could show an assistant's message as given; None if one might."""
     functions = [
-        call["function"] for call in message.get("tool_calls") or [] if _is_function_call(call)
+        call["function"] for call in message.get("tool_calls") or [] if is_function_call(call)
     ]
     if any(_arguments(function) is None for function in functions):
         return (
@@ -90,14 +90,14 @@ def unsayable(message: Mapping[str, Any]) -> str | None:
 
 
 def _server_call(call: Any) -> Any:
-    if not _is_function_call(call):
+    if not is_function_call(call):
         return call
     return call | {"function": call["function"] | {"arguments": _arguments(call["function"]) or {}}}
 
 
 def _with_text_arguments(message: Message) -> Message:
     def text(call: Any) -> Any:
-        if not _is_function_call(call):
+        if not is_function_call(call):
             return call
         return call | {
             "function": call["function"]
@@ -115,7 +115,8 @@ def _with_a_part(message: Message) -> Message:
     return message | {"content": [{"type": "text", "text": ""}]}
 
 
-def _is_function_call(call: Any) -> bool:
+def is_function_call(call: Any) -> bool:
+    """Tell whether a tool call has the form of OpenAI's."""
     return isinstance(call, dict) and isinstance(call.get("function"), dict)
 
 

@@ -519,12 +519,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         if super().wrap_str_format(value) is None:
             return None
         text = value.__self__
-        kind = _EscapeFormatter if isinstance(text, Markup) else _Formatter
+        formatter = _Formatter(self)
         if isinstance(text, Markup):
-            options = {"escape": text.escape}
-        else:
-            options = {}
-        formatter = kind(self, **options)
+            formatter = _EscapeFormatter(self, escape=text.escape)
 
         def format_map(mapping: Mapping[str, Any]) -> Any:
             return type(text)(formatter.vformat(text, (), mapping))

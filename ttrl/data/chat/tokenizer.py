@@ -79,15 +79,11 @@ def _split_at(tokenizer: Any, text: str, borders: Sequence[int], anchor: str) ->
         if clean and number % 2 == 0 and count:
             # A special token may take the blanks behind it along: then the prompt's ids are the
             # same, the answer's blanks gone.
-            wanted = _blanks(text[border:])
-            if ends is not None:
-                found = None
-            else:
-                found = _blanks_behind(tokenizer, before, run[count:])
             if ends is not None:
                 clean = ends[count - 1] <= border - begin
             else:
-                clean = found is not None and found.endswith(wanted)
+                found = _blanks_behind(tokenizer, before, run[count:])
+                clean = found is not None and found.endswith(_blanks(text[border:]))
         if not clean:
             ids += before
             count = 0

@@ -131,11 +131,7 @@ def main() -> NoReturn:
     try:
         first = _shut_in(order)
     except OSError as error:
-        os.write(
-            answer,
-            json.dumps({"refused": f"{error.filename or 'a step'}: {error.strerror}"}).encode(),
-        )
-        os._exit(1)
+        _refuse(answer, error)
     if first == 0:
         _first_process(order, answer)
     _prctl(_PDEATHSIG, signal.SIGKILL)
@@ -249,11 +245,14 @@ def _first_process(order: Order, answer: int) -> NoReturn:
                 code = os.waitstatus_to_exitcode(status)
                 os._exit(97 if code == -signal.SIGXCPU else 96 if code < 0 else 0)
     except OSError as error:
-        os.write(
-            answer,
-            json.dumps({"refused": f"{error.filename or 'a step'}: {error.strerror}"}).encode(),
-        )
-        os._exit(1)
+        _refuse(answer, error)
+
+
+def _refuse(answer: int, error: OSError) -> NoReturn:
+    """Tell the parent about a failed step of shutting a program in, and end."""
+    refused = f"{error.filename or 'a step'}: {error.strerror}"
+    os.write(answer, json.dumps({"refused": refused}).encode())
+    os._exit(1)
 
 
 def _drop_capabilities() -> None:
