@@ -263,10 +263,7 @@ class _Training:
         else:
             grpo = None
         self.grpo = grpo
-        if grpo:
-            self.updates = grpo.updates_per_iteration
-        else:
-            self.updates = 1
+        self.updates = grpo.updates_per_iteration if grpo else 1
         self.needs_reference = grpo is not None and grpo.needs_reference
         self.has_reward_model = grpo is not None and grpo.token_rewards == "implicit"
         self.full_divergence = (
@@ -292,15 +289,11 @@ class _Training:
         self.head_size = self.base_size if bf16 else _FP32
         """The same, of the head: fp32 if products are in fp32."""
         mixed = bf16 and cuda and settings.lora_kind != "dora"
-        if mixed:
-            self.gathered_size = _BF16
-        else:
-            self.gathered_size = self.base_size
+        self.gathered_size = self.base_size
         """Bytes of a number gathered by FSDP."""
+        self.gathered_head_size = self.head_size
         if mixed:
-            self.gathered_head_size = _BF16
-        else:
-            self.gathered_head_size = self.head_size
+            self.gathered_size = self.gathered_head_size = _BF16
         self.in_bf16 = held == "bf16" or (self.sharded and mixed)
         """Whether matrices are in bf16 when products ask for them."""
         self.tokens = settings.rows_per_microbatch * workload.row_length
@@ -317,10 +310,7 @@ class _Training:
         undivided_here = undivided / ranks - undivided / shared  # beyond the share of each
         self.trainable = trained_parameters(decoder, settings) / shared + undivided_here
         """Parameters of this process with a gradient."""
-        if settings.lora_base_dtype == "nf4":
-            in_four_bits = self._adapted_numbers()
-        else:
-            in_four_bits = 0
+        in_four_bits = self._numbers_in_4_bits()
         base = (decoder.total - in_four_bits) * self.base_size + in_four_bits * _NF4
         base += decoder.vocabulary_matrix * (self.head_size - self.base_size)
         adapters = adapter_parameters(decoder, settings) * _FP32
@@ -330,8 +320,10 @@ class _Training:
         self.mapped = 0.0 if cuda else min(decoder.stored * files / ranks, _SHARD)
         """Bytes of a model's files mapped during reading, one file after the other."""
 
-    def _adapted_numbers(self) -> int:
-        """Count the entries of the matrices with adapters."""
+    def _numbers_in_4_bits(self) -> int:
+        """Count the entries of the matrices in 4 bits: those with adapters."""
+        if self.settings.lora_base_dtype != "nf4":
+            return 0
         return sum(
             before * behind for before, behind in adapted_shapes(self.decoder, self.settings)
         )
@@ -418,10 +410,9 @@ class _Training:
         base = self._held(gradients=accumulated, moments=workload.continued or self.updates > 1)
         base |= self._reference_parts()
         layers = self.decoder.shape.layers
+        recomputed = 0
         if settings.activation_checkpointing:
             recomputed = -(-layers // settings.checkpoint_every)
-        else:
-            recomputed = 0
         copies = self._working_copies(max(1, layers - recomputed))
         kept, backward = self._activations()
         kept += self.tokens * self.decoder.shape.width * _FP32  # the last norm's input
@@ -449,9 +440,8 @@ class _Training:
         begins = base | copies | {"activations": kept + backward, "head": head, whole: beginning}
         layer = largest_layer_bytes(self.decoder, self.how)
         moments = "optimizer state" in base or in_backward
-        most = (
-            base | self._held(gradients=not in_backward, moments=moments) | self._working_copies(1)
-        )
+        held = base | self._held(gradients=not in_backward, moments=moments)
+        most = held | self._working_copies(1)
         first = most | {
             "activations": self.tokens * (layer.kept + self._adapter_bytes() + layer.backward),
             "head": self.head_gradient * self.decoder.tied,
@@ -469,7 +459,7 @@ class _Training:
         stream = 2 * self.tokens * self.decoder.shape.width * _FP32
         ends = most | {"activations": stream, "head": again * self.head_gradient}
         if end:  # the parameters are scattered again by then
-            ends = base | self._held(gradients=not in_backward, moments=moments) | {whole: end}
+            ends = held | {whole: end}
         return [at_head, begins, first, ends, base | self._gathering()]
 
     def _activations(self) -> tuple[float, float]:
@@ -568,33 +558,28 @@ class _Training:
         settings = self.settings
         decoder = self.decoder
         each = decoder.layer / settings.tensor_parallel
-        four_bits = settings.lora_base_dtype == "nf4"
         parts: Parts = {}
-        in_four_bits = (
-            self._adapted_numbers() / decoder.shape.layers / settings.tensor_parallel
-            if four_bits
-            else 0.0
-        )
-        if four_bits:
-            largest = (
-                max(before * behind for before, behind in decoder.matrix_shapes.values())
-                / settings.tensor_parallel
-            )
-            parts[_OUT_OF_4_BITS] = largest * (2 * _FP32 + _FP32)  # indices and numbers
+        in_four_bits = self._numbers_in_4_bits() / decoder.shape.layers / settings.tensor_parallel
+        if in_four_bits:
+            # indices and numbers
+            parts[_OUT_OF_4_BITS] = self._largest_matrix() * (2 * _FP32 + _FP32)
         if self.sharded:
             all_layers = decoder.shape.layers
             layer = (each - in_four_bits) * self.gathered_size + in_four_bits * _NF4
+            at_once = all_layers
             if settings.reshard_after_forward:
                 at_once = min(2, all_layers)
-            else:
-                at_once = all_layers
             parts["gathered parameters"] = self._gathered_root() + at_once * layer
         if self.how.bf16 and not self.in_bf16:
             parts["bf16 copies"] = layers * (each - in_four_bits) * _BF16
         if self.base_size < _FP32 and not self.how.bf16:
-            largest = max(before * behind for before, behind in decoder.matrix_shapes.values())
-            parts[_WIDENED] = largest / settings.tensor_parallel * _FP32
+            parts[_WIDENED] = self._largest_matrix() * _FP32
         return parts
+
+    def _largest_matrix(self) -> float:
+        """Return the entries of the largest matrix here."""
+        shapes = self.decoder.matrix_shapes.values()
+        return max(before * behind for before, behind in shapes) / self.settings.tensor_parallel
 
     def _gathered_root(self) -> float:
         """Return FSDP's gathered parameters outside of layers."""
