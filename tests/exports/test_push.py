@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.hub import TOKEN, Hub, Repository
 
 from ttrl.cli import main
-from ttrl.errors import RunFolderError, UserError
+from ttrl.errors import ModelFolderError, RunFolderError, UserError
 from ttrl.exports.base_model import base_of
 from ttrl.exports.checkpoint import choose
 from ttrl.exports.push import package, push
@@ -50,6 +50,13 @@ def test_a_removed_checkpoint_is_refused_with_those_there(trained_run, tmp_path)
         choose(run, 2)
     with pytest.raises(RunFolderError, match="no checkpoint of iteration 0"):
         choose(run, 0)
+
+
+def test_a_damaged_config_is_refused_by_name(trained_run, tmp_path):
+    run = shutil.copytree(trained_run, tmp_path / "run")
+    (run / "iterations" / "0003" / "checkpoint" / "config.json").write_text("{")
+    with pytest.raises(ModelFolderError, match=r"0003/checkpoint/config\.json is damaged"):
+        package(choose(run), "me/model")
 
 
 def test_a_run_that_never_got_better_is_refused(trained_run, tmp_path):

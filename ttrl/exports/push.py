@@ -91,14 +91,13 @@ def package(
             f"the checkpoint is an adapter to {base.name}, but its name on the hub is unknown: "
             "give it with --base-model, or push whole weights with --merged"
         )
-    if not adapter:
-        merge_adapter(folder)
     if adapter:
         parts = [
             folder / ADAPTER_FOLDER / name
             for name in ("adapter_config.json", "adapter_model.safetensors")
         ]
     else:
+        merge_adapter(folder)
         parts = [*weight_files(folder), *folder.glob("*.safetensors.index.json")]
     parts += [path for path in model_files(folder) if _is_public(path, adapter=adapter)]
     files: dict[str, Path | bytes] = {
@@ -132,7 +131,12 @@ def _without_paths(files: dict[str, Path | bytes], hub: str | None) -> dict[str,
         path = files.get(name)
         if not isinstance(path, Path):
             continue
-        content = dict(read_object(path))
+        try:
+            content = dict(read_object(path))
+        except ValueError as error:
+            raise ModelFolderError(
+                f"{path} is damaged ({error}); copy it again, or push another --iteration"
+            ) from error
         for key in _PATHS_IN_CONFIG:
             content.pop(key, None)
         if _PEFT_BASE in content:
