@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ttrl import Task
+from ttrl import Task, TrainConfig
 from ttrl.errors import (
     ConfigError,
     ModelFolderError,
@@ -21,7 +21,7 @@ from ttrl.errors import (
 )
 from ttrl.facts import FLOPS_PARTS, MetricsRow, PhaseSeconds
 from ttrl.loop.phases import Phases
-from ttrl.monitoring.progress_line import seconds_left
+from ttrl.monitoring.progress_line import dead_share, iteration_line, seconds_left
 from ttrl.plans.plan_machine import Machine
 from ttrl.report.phrases import summary
 from ttrl.run_folder.folder import RunFolder
@@ -359,6 +359,16 @@ def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):
     assert seconds_left(beside, 3) == 2 * 60.0
     assert seconds_left(rows, 8) is None
     assert seconds_left(rows[:1], 2) is None
+
+
+def test_work_hidden_behind_the_validation_before_is_not_called_dead():
+    seconds = PhaseSeconds(sample=20.0, train=30.0, total=0.5)
+    hidden = MetricsRow(iteration=1, seconds=seconds, dead_seconds=0.3)
+    assert dead_share(hidden) == pytest.approx(0.01)
+    assert "dead 1%" in iteration_line(hidden, TrainConfig(model="m", run="r", iterations=1))
+    seconds = PhaseSeconds(sample=20.0, train=30.0, total=60.0)
+    assert dead_share(hidden.replace(seconds=seconds, dead_seconds=15.0)) == 0.25
+    assert dead_share(MetricsRow(iteration=1, seconds=seconds)) is None
 
 
 def test_quiet_says_nothing(world, capfd):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ttrl.configs.run import TrainConfig
-from ttrl.facts import CurriculumFigures, MetricsRow, PhaseSeconds, Pick, number
+from ttrl.facts import CurriculumFigures, MetricsRow, PhaseSeconds, Pick, number, ratio
 from ttrl.monitoring.finding import Finding
 from ttrl.run_folder.metrics import TOO_LONG_WORDS, validation_metric
 from ttrl.run_folder.reader import held_out_text
@@ -100,8 +100,9 @@ def iteration_line(row: MetricsRow, config: TrainConfig) -> str:
     phases = [
         f"{phase} {value:.1f}" for phase, value in row.seconds.by_phase().items() if value >= 0.05
     ]
-    if total >= 0.05 and row.dead_seconds is not None:
-        phases.append(f"dead {percent(row.dead_seconds / total)}")
+    dead = dead_share(row)
+    if total >= 0.05 and dead is not None:
+        phases.append(f"dead {percent(dead)}")
     # Overlapping phases take longer together than the whole iteration.
     parts.append(f"{total:.1f} s ({', '.join(phases)})")
     if row.iteration:
@@ -127,6 +128,16 @@ def _curriculum(curriculum: CurriculumFigures, config: TrainConfig) -> list[str]
             reached = f" ({config.validation_metric} {score:.3f})"
         parts.append(f"level {curriculum.level}{reached}")
     return parts
+
+
+def dead_share(row: MetricsRow) -> float | None:
+    """Return the share of an iteration with neither sampling nor training; None if not measured.
+
+    Work hidden behind the validation before it is not in the iteration's own time, and counts too.
+    """
+    if row.dead_seconds is None:
+        return None
+    return ratio(max(0.0, row.dead_seconds), _longest(row.seconds))
 
 
 def _longest(seconds: PhaseSeconds) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ttrl.facts import MetricsRow, Pick, held_out, metric, number, ratio
 from ttrl.monitoring.findings import findings
+from ttrl.monitoring.progress_line import dead_share
 from ttrl.monitoring.summary import overfits, summary_lines
 from ttrl.run_folder.reader import (
     PHASES,
@@ -176,8 +177,7 @@ def dead_shares(run: RunData) -> list[float | None]:
     """Return each iteration's share of time with neither sampling nor training; None if not
     measured.
     """
-    shares = run.column(lambda row: ratio(row.dead_seconds, row.seconds.total))
-    return [None if share is None else max(0.0, min(1.0, share)) for share in shares]
+    return run.column(dead_share)
 
 
 def utilisation(run: RunData) -> list[float | None]:
