@@ -176,6 +176,18 @@ def test_evaluations_stand_in_for_held_out_tasks_of_a_run(tmp_path: Path) -> Non
     assert [point[:2] for point in points] == [[0, 0.25], [5, 0.75]]
 
 
+def test_a_figure_is_rounded_once(tmp_path: Path) -> None:
+    """219 of 256 are 0.85547: rounded to 0.8555 first, they would be shown as 0.856."""
+    run = make_run(tmp_path / "run", iterations=1)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["validation"] = {"exact": 219 / 256}
+    rows[-1]["validation_intervals"] = {"exact": [205.5 / 256, 0.9]}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = {"title": "One", "command": "python recipes/one.py", "note": "As it was."}
+    table = results.tables({"one": told | results.taken({"run": run})})
+    assert "| 0.855 (0.803 to 0.900) |" in table
+
+
 def test_a_run_without_held_out_figures_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "reward": 0.5}\n')
     with pytest.raises(SystemExit, match="no held-out figure reward"):

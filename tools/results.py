@@ -7,7 +7,8 @@
 machine, minutes. It replaces an earlier result of this name. Several runs, each with a label, share
 a picture. Then, and without arguments, the tool draws docs/results/NAME.svg and writes the tables
 of both pages between their two comments: docs/results.md, and with `--tiny`
-docs/results/tiny_models.md. Everything is made of the one file, so a test can make it again.
+docs/results/tiny_models.md. Everything is made of the one file, so a test can make it again. The
+file has the figures unrounded: only what is shown is rounded, once.
 """
 
 import argparse
@@ -123,7 +124,7 @@ def held_out_points(run: RunData, metric: str) -> list[list[float | None]]:
         if mean is not None:
             low, high = (row.validation_intervals or {}).get(metric, (None, None))
             found.append([row.iteration, mean, low, high, flops])
-    return _rounded(found)
+    return found
 
 
 def asked_points(files: Sequence[Path], iterations: Sequence[int]) -> list[list[float | None]]:
@@ -133,11 +134,7 @@ def asked_points(files: Sequence[Path], iterations: Sequence[int]) -> list[list[
         [one] = read_result(file).sets.values()
         share = estimate_mean([task.known for task in one.tasks])
         found.append([iteration, share.mean, share.low, share.high, 0.0])
-    return _rounded(found)
-
-
-def _rounded(points: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    return [[None if one is None else float(f"{one:.4g}") for one in point] for point in points]
+    return found
 
 
 def machine(environment: Mapping[str, Any]) -> str:
@@ -170,12 +167,12 @@ def taken(
             points = asked_points(asked, [0, run.iterations[-1]])
         if not points:
             sys.exit(f"results: {run.folder} has no held-out figure {metric}")
-        rewards = [[row.iteration, number(row.reward)] for row in run.trained]
+        rewards = [(row.iteration, number(row.reward)) for row in run.trained]
         curves.append(
             {
                 "label": label,
                 "held_out": points,
-                "rewards": _rounded([one for one in rewards if one[1] is not None]),
+                "rewards": [one for one in rewards if one[1] is not None],
                 "minutes": minutes(run.rows),
             }
         )
