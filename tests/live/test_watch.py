@@ -119,11 +119,14 @@ def test_a_growing_run_is_followed(tmp_path: Path) -> None:
     assert "iteration 4 of 5" in shown(folder) and "reward 0.125" in shown(folder)
 
 
-def test_a_damaged_run_is_shown_with_its_problem(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", iterations=2)
+@pytest.mark.parametrize("name", ["run", "a_long_name_" * 10], ids=["short", "long"])
+def test_a_damaged_run_is_shown_with_its_problem(tmp_path: Path, name: str) -> None:
+    folder = make_run(tmp_path / name, iterations=2)
     path = folder / "metrics.jsonl"
     path.write_text("{damaged\n" + path.read_text())
-    assert "damaged" in shown(folder) and "line 1: not JSON" in shown(folder)
+    # Lines are wrapped, at other places with another path.
+    words_shown = " ".join(shown(folder).split())
+    assert "damaged" in words_shown and "line 1: not JSON" in words_shown
 
 
 def test_several_runs_make_a_table_and_keys_open_one(tmp_path: Path) -> None:
