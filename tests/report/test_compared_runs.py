@@ -157,7 +157,9 @@ def test_named_arms_are_compared_seed_by_seed(tmp_path):
     assert dict(found.settings()) == {"training.lr": ["0.0001", "0.001"]}
     assert "seed by seed at about 5 TFLOP to 6.5 TFLOP, the" in found.table()
     assert "0.60% apart" in found.table()
-    for place, (flops, nearest) in enumerate(((1.1e12, 4), (1.4e12, 3), (0.95e12, 4))):
+    # 5 TFLOP are as far from 4 as from 6: of two equally near, the earlier.
+    costs = ((1.1e12, 4), (1.4e12, 3), (0.95e12, 4), (2e12, 1))
+    for place, (flops, nearest) in enumerate(costs):
         other = make_run(tmp_path / f"c{place}", seed=0, flops=flops, skill=0.7)
         found = compare_runs([folders[0], other], by="flops", arms=["one", "two"])
         assert [arm.points[0].iteration for arm in found.arms] == [4, nearest]

@@ -437,8 +437,8 @@ def _newest(costs: Mapping[int, float], reached: float) -> int | None:
 
 
 def _nearest(costs: Mapping[int, float], reached: float) -> int | None:
-    """Return the place with a cost nearest to `reached`; of two, the later."""
-    return min(costs, key=lambda place: (abs(costs[place] - reached), -place), default=None)
+    """Return the place with a cost nearest to `reached`; of two, the earlier."""
+    return min(costs, key=lambda place: (abs(costs[place] - reached), place), default=None)
 
 
 def _point(
