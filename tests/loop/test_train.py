@@ -2,6 +2,7 @@
 anything starts.
 """
 
+import dataclasses
 import json
 import logging
 import re
@@ -369,6 +370,17 @@ def test_work_hidden_behind_the_validation_before_is_not_called_dead():
     seconds = PhaseSeconds(sample=20.0, train=30.0, total=60.0)
     assert dead_share(hidden.replace(seconds=seconds, dead_seconds=15.0)) == 0.25
     assert dead_share(MetricsRow(iteration=1, seconds=seconds)) is None
+
+
+def test_the_line_of_a_run_that_overfits_names_the_training_tasks():
+    row = MetricsRow(iteration=1, validation_reward=0.5, validation={"exact": 0.25})
+    config = TrainConfig(model="m", run="r", iterations=1, overfit=2, validation_metric="exact")
+    assert "  exact on the training tasks 0.250  " in iteration_line(row, config)
+    config = dataclasses.replace(config, overfit=None)
+    assert "  held-out exact 0.250  " in iteration_line(row, config)
+    config = dataclasses.replace(config, overfit=2, validation_metric="right")
+    line = iteration_line(row, config)
+    assert "  no metric 'right' on the training tasks (known: reward, exact)  " in line
 
 
 def test_quiet_says_nothing(world, capfd):

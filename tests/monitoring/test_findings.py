@@ -323,6 +323,18 @@ def test_the_best_of_a_plateau_is_no_fall():
         assert not any("fell from" in one.title for one in findings(rows, CONFIG))
 
 
+def test_a_run_that_overfits_on_purpose_has_no_held_out_tasks():
+    config = {**CONFIG, "overfit": 4}
+    rows = healthy(20)
+    for row in rows:
+        row["validation"]["exact"] = 0.7 - 0.02 * row["iteration"]
+    found = findings(rows, config)
+    assert [one.key for one in found] == ["reward_falls"]
+    assert found[0].title.startswith("The exact on the training tasks falls (")
+    (unsolved,) = findings(put(healthy(), "validation.right", 0.01), config)
+    assert unsolved.title.startswith("The reward on the training tasks rises from ")
+
+
 def test_without_a_config_or_held_out_tasks_the_training_reward_is_judged():
     rows = [
         {"iteration": n, "trained": True, "reward": 0.2 + (0.01 if n % 2 else -0.01)}

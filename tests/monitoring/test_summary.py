@@ -74,5 +74,5 @@ def test_overfit_mode_is_told_by_the_tasks_and_said():
         rows_of(rows_with([0.2, 0.4])), {"validation_metric": "exact"}, overfits=True
     )
     assert first.startswith("overfit mode: ") and second.startswith(
-        "exact on its training tasks: start"
+        "exact on the training tasks: start"
     )

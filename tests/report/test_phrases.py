@@ -3,7 +3,9 @@
 import json
 
 from ttrl.cli import main
-from ttrl.report.phrases import report_text
+from ttrl.report.page import report_body
+from ttrl.report.phrases import report_text, table_columns
+from ttrl.run_folder.reader import read_run
 
 
 def write_run(folder, rows):
@@ -84,6 +86,10 @@ def test_a_run_that_is_validated_on_what_it_is_trained_on_says_so(tmp_path):
     )
     text = report_text(tmp_path / "run")
     assert (
-        text.startswith("Reward on the trained tasks rose from 0.25 to 0.75")
+        text.startswith("Reward on the training tasks rose from 0.25 to 0.75")
         and "Held-out" not in text
     )
+    run = read_run(tmp_path / "run")
+    headings = [heading for heading, _ in table_columns(run, [0])]
+    assert "reward on the training tasks" in headings
+    assert "held-out" not in report_body(run)

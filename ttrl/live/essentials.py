@@ -15,6 +15,7 @@ from ttrl.facts import Pick, metric, number
 from ttrl.messages import text_of
 from ttrl.monitoring.finding import Finding
 from ttrl.monitoring.followed_runs import FollowedRun, State, readable
+from ttrl.monitoring.summary import validated
 from ttrl.records import Sample
 from ttrl.report.phrases import dead_shares, is_overfit, summary
 from ttrl.report.samples import parsed, stamp_of
@@ -206,9 +207,7 @@ def _main(run: RunData) -> list[Curve]:
     if judged is not None:
         spans = [interval(row, judged.name) for row in run.rows]
         low, high = ([span and span[side] for span in spans] for side in (0, 1))
-        name = f"held-out {judged.label}"
-        if is_overfit(run):
-            name = f"{judged.label} on its training tasks"
+        name = validated(judged.label, overfits=is_overfit(run))
         curves.append(Curve(name, run.column(judged.of), judged.is_share, low, high))
     curves.append(Curve("reward", run.column(metric("reward"))))
     return [one for one in curves if present(one.values)]

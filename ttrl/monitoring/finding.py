@@ -91,6 +91,11 @@ class History:
             return sum(p for p, _ in known) / total
         return None
 
+    @property
+    def overfits(self) -> bool:
+        """Tell whether the run validates on its training tasks on purpose."""
+        return bool(self.config.get("overfit"))
+
     def held_out(self) -> tuple[str, list[tuple[int, float]]]:
         """Return name and points [(iteration, value)] of the config's validation metric, else of
         the held-out reward.

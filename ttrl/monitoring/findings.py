@@ -23,6 +23,7 @@ from typing import Any
 from ttrl.facts import Difference, MetricsRow, held_out, metric, points
 from ttrl.monitoring.drift import exceeded, judged_figures, limits
 from ttrl.monitoring.finding import RECENT, Examples, Finding, History, Severity, Trend, trend
+from ttrl.monitoring.summary import validated
 from ttrl.run_folder.metrics import TOO_LONG_WORDS
 from ttrl.text import compact, percent, present
 
@@ -174,7 +175,7 @@ def _judged_trend(h: History) -> tuple[Trend, str] | None:
     """Fit a line through the judged metric and word it; None if it is short or little is left to
     gain."""
     name, points = h.held_out()
-    label = f"The held-out {name}"
+    label = f"The {validated(name, overfits=h.overfits)}"
     if len(points) < 8:
         label = "The training reward"
         points = _training_rewards(h)
@@ -223,6 +224,8 @@ def reward_flat(h: History) -> str | None:
     "right",
 )
 def overfits(h: History) -> str | None:
+    if h.overfits:  # there is nothing to unlearn outside of its tasks
+        return None
     name, asked = h.held_out()
     training = trend(_training_rewards(h))
     if training is None or training.t < 3:
@@ -275,8 +278,12 @@ _FAULT = re.compile(
 def solves_nothing(h: History) -> str | None:
     # Partial credit should rise at first; five points and three standard errors are a clear rise.
     for whose, pick, known in (
-        ("held-out", held_out, [row.validation for row in h.rows]),
-        ("training", metric, [row.metrics for row in h.rows]),
+        (
+            validated("reward", overfits=h.overfits),
+            held_out,
+            [row.validation for row in h.rows],
+        ),
+        ("training reward", metric, [row.metrics for row in h.rows]),
     ):
         rewards = h.points(pick("reward"))
         line = trend(rewards)
@@ -293,7 +300,7 @@ def solves_nothing(h: History) -> str | None:
             now = compact(rewards[-1][1])
             metrics = ", ".join(f"{name} ({compact(h.now(pick(name)) or 0.0)})" for name in flat)
             return (
-                f"The {whose} reward rises from {before} to {now}, but these metrics stay near 0: "
+                f"The {whose} rises from {before} to {now}, but these metrics stay near 0: "
                 f"{metrics}."
             )
     return None

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ttrl.configs.run import TrainConfig
 from ttrl.facts import CurriculumFigures, MetricsRow, PhaseSeconds, Pick, number, ratio
 from ttrl.monitoring.finding import Finding
+from ttrl.monitoring.summary import validated
 from ttrl.run_folder.metrics import TOO_LONG_WORDS, validation_metric
 from ttrl.run_folder.reader import held_out_text
 from ttrl.text import compact, duration, percent
@@ -62,10 +63,13 @@ def iteration_line(row: MetricsRow, config: TrainConfig) -> str:
         parts.append(f"reward {reward:.3f}{metrics}")
     if number(row.validation_reward) is not None:
         name = config.validation_metric
-        known = ", ".join(["reward", *(row.validation or {})])
-        is_known = validation_metric(row, config) is not None
-        missing = f"no held-out metric {name!r} (known: {known})"
-        parts.append(f"held-out {name} {held_out_text(row, name)}" if is_known else missing)
+        overfits = config.overfit is not None
+        if validation_metric(row, config) is None:
+            known = ", ".join(["reward", *(row.validation or {})])
+            missing = validated(f"metric {name!r}", overfits=overfits)
+            parts.append(f"no {missing} (known: {known})")
+        else:
+            parts.append(f"{validated(name, overfits=overfits)} {held_out_text(row, name)}")
     if row.iteration and not row.trained:
         parts.append("no group had a signal: nothing trained")
     elif row.iteration:

@@ -83,12 +83,8 @@ def summary_lines(
     its training tasks.
     """
     name = str(config.get("validation_metric") or "reward")
-    if overfits:
-        trained_on = "on its training tasks"
-    else:
-        trained_on = "held-out"
     titles = {
-        f"{name} {trained_on}" if overfits else f"{trained_on} {name}": held_out(name),
+        validated(name, overfits=overfits): held_out(name),
         "training reward": metric("reward"),
     }
     courses = {title: course(rows, pick) for title, pick in titles.items()}
@@ -131,6 +127,15 @@ _MEANS: dict[str, Pick] = {
     "gradient norm": lambda row: row.train.grad_norm,
     "β": lambda row: row.train.kl_coefficient,
 }
+
+
+def validated(name: str, *, overfits: bool) -> str:
+    """Name a metric of the validation: "held-out exact"; of a run that validates on its training
+    tasks, "exact on the training tasks".
+    """
+    if overfits:
+        return f"{name} on the training tasks"
+    return f"held-out {name}"
 
 
 def overfits(tasks: Mapping[str, object]) -> bool:

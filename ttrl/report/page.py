@@ -92,6 +92,7 @@ def report_body(run: RunData) -> Markup:
         findings=shown_findings(run),
         learning=figures.learning(run),
         held_out=held_out_pages(run),
+        overfits=phrases.is_overfit(run),
         training_samples=training_pages(run),
         time=figures.time(run),
         plan=plan_table(run.folder, run.rows),

@@ -13,7 +13,7 @@ from pathlib import Path
 from ttrl.facts import MetricsRow, Pick, held_out, metric, number, ratio
 from ttrl.monitoring.findings import findings
 from ttrl.monitoring.progress_line import dead_share
-from ttrl.monitoring.summary import overfits, summary_lines
+from ttrl.monitoring.summary import overfits, summary_lines, validated
 from ttrl.run_folder.reader import (
     PHASES,
     RunData,
@@ -113,14 +113,14 @@ def _other_shares(run: RunData, ends: tuple[MetricsRow, MetricsRow]) -> str:
         if before is not None and after is not None and all(0 <= value <= 1 for value in values):
             found.append(f"{name} {percent(before)} → {percent(after)}")
     if found:
-        return f" Also held out: {', '.join(found[:_OTHERS])}."
+        where = "on the training tasks" if is_overfit(run) else "held out"
+        return f" Also {where}: {', '.join(found[:_OTHERS])}."
     return ""
 
 
 def _whose(run: RunData, label: str) -> str:
-    if is_overfit(run):
-        return f"{label[:1].upper()}{label[1:]} on the trained tasks"
-    return f"Held-out {label}"
+    text = validated(label, overfits=is_overfit(run))
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _best(run: RunData, pick: Pick, end: float, is_share: bool) -> str:
@@ -218,11 +218,12 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
     """Return (heading, cells of the rows at the places in `shown`) for the run's recorded main
     figures.
     """
+    on_training_tasks = is_overfit(run)
     wanted: list[tuple[str, Pick]] = [
         ("reward", lambda row: row.reward),
-        ("held-out reward", lambda row: row.validation_reward),
-        ("held-out exact", held_out("exact")),
-        ("held-out samples", lambda row: row.validation_samples),
+        (validated("reward", overfits=on_training_tasks), lambda row: row.validation_reward),
+        (validated("exact", overfits=on_training_tasks), held_out("exact")),
+        (validated("samples", overfits=on_training_tasks), lambda row: row.validation_samples),
         ("groups", lambda row: row.groups.total or None),
         ("groups kept", lambda row: row.groups.kept if row.groups.total else None),
         ("samples", lambda row: row.samples),
