@@ -319,48 +319,38 @@ def draw_kernel(cosines: Tensor, answers: int, tasks: Sequence[str], path: Path)
 
 
 def draw_precision(found: PrecisionSweep, path: Path) -> Path:
-    """Draw the relative difference of measurement and first order over η, with both ends of each
-    dtype marked. Returns the path.
+    """Draw the relative difference of measurement and first order over η, and below it the range
+    of each dtype between both ends. Returns the path.
     """
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     for number, one in enumerate(found.sweeps):
         color = f"C{number}"
         x = [point.eta / found.lr for point in one.points]
-        axes.plot(x, [point.off for point in one.points], "o-", color=color, label=one.dtype)
-        if one.precision_ends is not None and one.linearity_ends is not None:
-            ends = (one.precision_ends / found.lr, one.linearity_ends / found.lr)
-            height = TOLERANCE * 1.5**number
-            axes.plot(ends, [height, height], "|-", color=color, markersize=14, linewidth=0.8)
-            if one.precision_is_seen:
-                axes.annotate(
-                    f"precision of {one.dtype} ends",
-                    (ends[0], height),
-                    textcoords="offset points",
-                    xytext=(-4, 6),
-                    ha="right",
-                    fontsize=8,
-                    color=color,
-                )
-    axes.axhline(TOLERANCE, color="grey", linewidth=0.6, linestyle="--")
-    widest = found.sweeps[-1]
-    if widest.linearity_ends is not None and widest.linearity_is_seen:
-        axes.axvline(widest.linearity_ends / found.lr, color="grey", linewidth=0.6)
-        axes.annotate(
-            "linearity ends",
-            (widest.linearity_ends / found.lr, 1.0),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            xytext=(4, -12),
-            fontsize=8,
-        )
-    axes.set(
+        above.plot(x, [point.off for point in one.points], "o-", color=color, label=one.dtype)
+        if one.precision_ends is None or one.linearity_ends is None:
+            continue
+        ends = (one.precision_ends / found.lr, one.linearity_ends / found.lr)
+        below.plot(ends, [number, number], color=color)
+        marks = (_END if one.precision_is_seen else "<", _END if one.linearity_is_seen else ">")
+        for end, mark in zip(ends, marks, strict=True):
+            below.plot(end, number, mark, color=color, markersize=9)
+    above.axhline(TOLERANCE, color="grey", linewidth=0.6, linestyle="--")
+    above.set(
         xscale="log",
         yscale="log",
-        xlabel="η in learning rates",
         ylabel="|measured δH − η⟨∇H, v⟩| / |η⟨∇H, v⟩|",
         title="where precision ends (left) and linearity ends (right)",
     )
-    axes.legend()
+    above.legend()
+    below.set_yticks(range(len(found.sweeps)), [one.dtype for one in found.sweeps])
+    below.set(
+        ylim=(len(found.sweeps) - 0.5, -0.5),
+        xlabel="η in learning rates (arrows: the sweep ends before the range)",
+    )
     figure.savefig(path, dpi=150)
     return path
+
+
+_END = "|"
+"""The mark of an end within the sweep."""
