@@ -165,6 +165,22 @@ def test_answers_of_a_distant_policy_are_sampled_again(model_folder, tmp_path, h
     assert held_out.stored(1).facts.iteration == 1 and held_out.stored(5).facts.iteration == 2
 
 
+def test_a_study_with_its_own_output_uses_the_answers_of_the_run(whole_run, held_out, tmp_path):
+    checkpoints = [whole_run / "iterations" / name / "checkpoint" for name in ("0001", "0003")]
+    study(checkpoints[0], factors=[1.0], held_out=held_out)
+    elsewhere = dataclasses.replace(
+        held_out, folder=tmp_path / "output" / "entropy", also_in=held_out.folder
+    )
+    for checkpoint in checkpoints:
+        found = study(checkpoint, factors=[1.0], held_out=elsewhere)
+        assert found["entropy_batch"]["iteration"] == 1
+    assert len(held_out.sample.models) == 1 and not elsewhere.folder.exists()
+    # Its own answers are used next to the run's, and the earlier of two equally near ones wins.
+    study(checkpoints[1], factors=[1.0], held_out=dataclasses.replace(elsewhere, also_in=None))
+    assert [elsewhere.stored(number).facts.iteration for number in (1, 2, 3)] == [1, 1, 3]
+    assert dataclasses.replace(elsewhere, request="another request").stored(1) is None
+
+
 def test_other_requests_and_damaged_files_are_not_used(whole_run, held_out, caplog):
     checkpoint = whole_run / "iterations" / "0001" / "checkpoint"
     study(checkpoint, factors=[1.0], held_out=held_out)

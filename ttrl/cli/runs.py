@@ -338,6 +338,7 @@ def run_study(arguments: argparse.Namespace) -> int:
     if problems:
         raise ConfigError("arguments", problems)
     print(f"ttrl study: loading PyTorch, then {arguments.path}", file=sys.stderr, flush=True)
+    logging.getLogger("ttrl.instruments").setLevel(logging.INFO)
     try:
         from ttrl.instruments import study_run
         from ttrl.instruments.precision_sweep import PRECISION_FACTORS
@@ -411,9 +412,11 @@ def _held_out(arguments: argparse.Namespace, run: Path) -> "HeldOut | None":
         return None
     name = spec or RUNS_OWN
     answers = DrawnAnswers(tasks, arguments.sequences, arguments.seed, config)
-    folder = (arguments.output or run / "study") / "entropy"
-    logging.getLogger("ttrl.instruments").setLevel(logging.INFO)
-    return HeldOut(name, answers.request(name), folder, answers)
+    request = answers.request(name)
+    own = run / "study" / "entropy"
+    if arguments.output is None:
+        return HeldOut(name, request, own, answers)
+    return HeldOut(name, request, arguments.output / "entropy", answers, also_in=own)
 
 
 def add_ui(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ trained again. Their effective sample size decides how long they are good enough
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 LEAST_ESS = 0.5
 """Weighted answers with a smaller share of effective ones are sampled again: their errors are those
 of half as many answers, 1.4 times as large, so the same work measures more on fresh ones."""
+_PACKED = ".safetensors"
 _LONGEST_ROW = 1024
 """Positions of a row; longer answers get longer rows."""
 
@@ -108,12 +109,14 @@ class HeldOut:
     sample: Callable[[str, float], Sequence[Sample]]
     """Sample one answer for each draw, from a model folder at a temperature; a failed one has no
     reward."""
+    also_in: Path | None = None
+    """A second folder with the run's answers, only read."""
 
     def stored(self, iteration: int) -> StoredAnswers | None:
         """Return the stored answers of the nearest policy, the earlier one of two; None without
         any. Other requests' and damaged files are left out, and reported."""
         known = []
-        for path in sorted(self.folder.glob("*.json")):
+        for path in self._described():
             try:
                 facts = parse(AnswersFacts, path.read_bytes())
             except (ValueError, OSError) as error:
@@ -121,9 +124,9 @@ class HeldOut:
                 continue
             here = facts.iteration == iteration
             if facts.request == self.request and (here or facts.recorded):
-                known.append(facts)
-        for facts in sorted(known, key=lambda one: abs(one.iteration - iteration)):
-            path = self._path(facts.iteration)
+                known.append((facts, path.with_suffix(_PACKED)))
+        known.sort(key=lambda one: (abs(one[0].iteration - iteration), one[0].iteration))
+        for facts, path in known:
             try:
                 if digest(path) != facts.digest:
                     raise PackError(f"{path}: not the file that was written (its digest differs)")
@@ -131,6 +134,12 @@ class HeldOut:
             except (PackError, OSError) as error:
                 logger.warning("%s; its answers are not used", error)
         return None
+
+    def _described(self) -> Iterator[Path]:
+        """Yield the NNNN.json of all folders, the own folder first."""
+        for folder in (self.folder, self.also_in):
+            if folder is not None:
+                yield from sorted(folder.glob("*.json"))
 
     def draw(self, config: GRPOConfig) -> StoredAnswers:
         """Sample answers from the policy at an iteration's start, and store them. Raises
@@ -183,11 +192,8 @@ class HeldOut:
 
     def _keep(self, answers: StoredAnswers) -> StoredAnswers:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(answers.facts.iteration)
+        path = self.folder / f"{answers.facts.iteration:04d}{_PACKED}"
         answers.packed.save(path)
         facts = answers.facts.replace(digest=digest(path))
         write_json(path.with_suffix(".json"), facts.to_json())
         return replace(answers, facts=facts)
-
-    def _path(self, iteration: int) -> Path:
-        return self.folder / f"{iteration:04d}.safetensors"
