@@ -24,7 +24,14 @@ from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, UnmovedStepError
 from ttrl.instruments import precision
 from ttrl.instruments import study as module
-from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only, part_of
+from ttrl.instruments.entropy_batch import (
+    EntropyBatch,
+    counted_off,
+    draw,
+    halves,
+    only,
+    part_of,
+)
 from ttrl.instruments.fisher import fit_of
 from ttrl.instruments.linear_response import inner, moved
 from ttrl.instruments.precision_sweep import (
@@ -35,7 +42,13 @@ from ttrl.instruments.precision_sweep import (
     sweep_text,
 )
 from ttrl.instruments.study import study
-from ttrl.instruments.study_pictures import draw_noise, draw_tokens, fit_text
+from ttrl.instruments.study_pictures import (
+    draw_noise,
+    draw_precision,
+    draw_tokens,
+    fit_text,
+    save_figures,
+)
 from ttrl.instruments.study_report import headline, known
 from ttrl.system.files import write_json
 from ttrl.training import batches
@@ -420,7 +433,7 @@ def test_float64_on_a_gpu_is_exact(run_in_bf16, monkeypatch):
     assert found["sweep"][0] == pytest.approx(expected["sweep"][0], rel=1e-6)
 
 
-def test_a_run_of_a_gpu_is_studied_on_the_cpu(run, tmp_path, capsys):
+def test_a_run_of_a_gpu_is_studied_on_the_cpu(run, tmp_path, capsys, caplog):
     gpu = {
         "device": "cuda",
         "cpu_offload": True,
@@ -443,13 +456,25 @@ def test_a_run_of_a_gpu_is_studied_on_the_cpu(run, tmp_path, capsys):
     assert "--device cpu" in capsys.readouterr().err
     assert main([*arguments, "--device", "cuda"]) == 2
     assert "PyTorch sees no GPU" in capsys.readouterr().err
+    caplog.set_level("WARNING", logger="ttrl.instruments")  # the command raises it
     assert main([*arguments, "--device", "cpu"]) == 0
+    stages = ("loading the policy before iteration 2", "studying optimizer step", "the optimizer's")
+    stages += ("measuring the entropy and its", "entropy after 1 step", "splitting the effect")
+    places = [caplog.text.index(stage) for stage in stages]
+    assert places == sorted(places)
     said = " ".join(capsys.readouterr().out.split())
     assert "Computed in fp32 on the CPU; the run trained in fp32. By quantity: fp32 on" in said
     found = json.loads((tmp_path / "study" / "study.json").read_text())
     assert found["device"] == "cpu"
     own = study(run, sequences=16, factors=[1.0])
     assert found["slope"] == pytest.approx(own["slope"], rel=1e-5)
+
+
+def test_a_long_loop_says_how_far_it_is(caplog):
+    seconds = iter([0.0, 1.0, 11.0, 11.0, 15.0, 30.0, 30.0])
+    with caplog.at_level("INFO", logger="ttrl.instruments"):
+        assert list(counted_off("abcd", "letters", lambda: next(seconds))) == list("abcd")
+    assert caplog.messages == ["letters: 1 of 4 done", "letters: 3 of 4 done"]
 
 
 def test_auto_is_the_device_that_is_there(run, tmp_path):
@@ -649,13 +674,32 @@ def test_the_noise_of_a_run_is_drawn(tmp_path):
     rows = [
         {"iteration": n, "gradient_noise": noise | ({"high": 60.0} if n else {})} for n in range(3)
     ]
-    assert draw_noise(rows_of(rows), tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
+    figures = {"noise.png": draw_noise(rows_of(rows))}
+    [path] = save_figures(figures, tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_tokens_are_drawn_whatever_a_model_wrote(tmp_path):
     token = {"before": "$x^{ \\frac", "text": "\x1b\u4e2d$", "covariance": -0.5}
     found = {"covariance": {"mean": 0.1, "tokens": [token]}, "mismatch": {}, "run_dtype": "fp32"}
-    assert draw_tokens(found, tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
+    [path] = save_figures({"tokens.png": draw_tokens(found)}, tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_written_over_the_curves_of_the_precision():
+    """The ranges of the dtypes have lines and axes of their own."""
+    exact = {eta: eta - 0.4 * eta**2 for eta in (0.001, 0.01, 0.1, 0.25, 1.0)}
+    measured = {"bf16": dict.fromkeys(exact, 0.5), "fp32": exact | {0.001: 0.0013}, "fp64": exact}
+    sweeps = [dtype_sweep(name, "cpu", one, exact, 1.0) for name, one in measured.items()]
+    figure = draw_precision(PrecisionSweep(slope=1.0, lr=0.1, sweeps=sweeps))
+    above, below = figure.axes
+    assert not above.texts
+    assert [one.get_label() for one in above.lines[:3]] == ["bf16", "fp32", "fp64"]
+    assert len(above.lines) == 4  # the tolerance
+    ranges = [one for one in below.lines if len(one.get_xdata()) == 2]
+    assert [one.get_xdata().tolist() for one in ranges] == [[0.1, 2.5], [0.01, 2.5]]
+    assert [one.get_ydata().tolist() for one in ranges] == [[1, 1], [2, 2]]
+    assert [one.get_text() for one in below.get_yticklabels()] == ["bf16", "fp32", "fp64"]
 
 
 def test_tokens_give_their_part_of_the_steps_effect(run, monkeypatch):

@@ -9,7 +9,7 @@ from torchao.optim.adam import single_param_adam
 
 from ttrl.configs import TrainingConfig
 from ttrl.instruments.linear_response import agreement, inner, moved
-from ttrl.instruments.update_rules import RULES, rule_of
+from ttrl.instruments.update_rules import rule_of
 from ttrl.training.optimizer.optimizer import _maker
 
 LR = 1e-3
@@ -176,4 +176,4 @@ def test_moments_of_8_bits_make_the_same_vector_as_torchaos_step():
     assert 1e-4 < float(error) < 0.05
 
 
-RULES_MOMENTS = RULES["adamw_8bit"](config_of(), 1).moments
+RULES_MOMENTS = rule_of(config_of(optimizer="adamw_8bit"), taken=0).moments

@@ -31,8 +31,10 @@ from torch import Tensor
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.masks import dense_mask
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.instruments.linear_response import inner
 from ttrl.records import TokenizedResult
 from ttrl.tiny_model import make_tiny_model
+from ttrl.training.batches import policy_inputs
 from ttrl.training.kernels.attention import attend, attention_plan, dense_attend
 from ttrl.training.kernels.logprobs import HeadOutput, run_head
 from ttrl.training.optimizer.optimizer import clip_and_step, make_optimizer
@@ -131,6 +133,11 @@ def ragged_rows(seq_len: int, vocabulary: int, seed: int = 0) -> PackedTensors:
                 )
             )
     return packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0)
+
+
+def inputs_of(rows: PackedTensors, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the arguments of a policy for whole rows."""
+    return policy_inputs({name: one.to(device) for name, one in rows.tensors().items()})
 
 
 def _judge(ours: list[Tensor], plain: list[Tensor], exact: list[Tensor]) -> tuple[bool, str]:
@@ -260,10 +267,9 @@ def _try_head(
 
 def _backward(policy: Policy, device: torch.device, seed: int) -> None:
     rows = ragged_rows(384, policy.decoder.tok_embeddings.num_embeddings, seed)
-    names = ("tokens", "labels", "group_ids", "parent_ids", "input_pos")
-    inputs = [getattr(rows, name).to(device) for name in names]
     count = int((rows.labels >= 0).sum())
-    loss = policy(*inputs, HeadOptions(token_loss=lambda logprobs, _: -logprobs / count)).loss
+    options = HeadOptions(token_loss=lambda logprobs, _: -logprobs / count)
+    loss = policy(*inputs_of(rows, device), options).loss
     assert loss is not None
     loss.backward()
 
@@ -281,11 +287,9 @@ def _steps(device: torch.device, model: Path, backward: Backward = _backward) ->
         if kind not in truth:
             truth[kind] = _stepped(model, torch.device("cpu"), kind, {}, backward)
         found = _stepped(model, device, optimizer, settings, backward)
-        off, whole = (
-            sum(float(x.double().square().sum()) for x in each)
-            for each in _differences(found, truth[kind])
-        )
-        error = (off / whole) ** 0.5
+        assert found.keys() == truth[kind].keys()
+        off = {name: found[name] - wanted for name, wanted in truth[kind].items()}
+        error = (inner(off, off) / inner(truth[kind], truth[kind])) ** 0.5
         return error <= limit, f"‖Δ - Δ₀‖ / ‖Δ₀‖ = {error:.1e}, at most {limit:g}"
 
     on_gpu = device.type == "cuda"
@@ -359,13 +363,6 @@ def _stepped(
     return {
         name: p.detach().cpu() - before[name] for name, p in policy.parameters_by_name().items()
     }
-
-
-def _differences(
-    found: dict[str, Tensor], truth: dict[str, Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    assert found.keys() == truth.keys()
-    return [found[name] - truth[name] for name in truth], list(truth.values())
 
 
 def _parking(device: torch.device, model: Path) -> Iterator[Trial]:

@@ -8,10 +8,12 @@ Shapes: S sequences of the batch, T labels of the longest of a microbatch.
 
 import contextlib
 import dataclasses
+import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.data.packing.packed import normaliser
+from ttrl.data.packing.packed_format import PackedSample
 from ttrl.errors import RunFolderError
 from ttrl.instruments.entropy import (
     Mean,
@@ -38,17 +41,41 @@ from ttrl.training.batches import policy_inputs, sample_keys
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+"""Returns seconds that never go back."""
+_SAID_EVERY = 10.0
+
+
+def counted_off(items: Sequence[T], what: str, clock: Clock = time.monotonic) -> Iterator[T]:
+    """Yield the items of a long loop, and say every few seconds how many of how many are done."""
+    said = clock()
+    for done, item in enumerate(items):
+        if clock() - said >= _SAID_EVERY:
+            logger.info("%s: %d of %d done", what, done, len(items))
+            said = clock()
+        yield item
+
+
+def by_task(
+    samples: Sequence[PackedSample], numbers: Iterable[int] | None = None
+) -> list[list[int]]:
+    """Return the numbers of samples in a table, by task. numbers: of some samples; None: of all."""
+    tasks: dict[str, list[int]] = {}
+    for number in range(len(samples)) if numbers is None else numbers:
+        tasks.setdefault(samples[number].task_id, []).append(number)
+    return list(tasks.values())
+
 
 def halves(packed: PackedTensors, generator: torch.Generator) -> tuple[list[int], list[int]]:
     """Deal the samples of each task to two halves at random, by their numbers in the table; the
     second gets the odd one.
     """
-    tasks: dict[str, list[int]] = {}
-    for number, one in enumerate(packed.samples):
-        tasks.setdefault(one.task_id, []).append(number)
     first: list[int] = []
     second: list[int] = []
-    for numbers in tasks.values():
+    for numbers in by_task(packed.samples):
         mixed = [
             numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()
         ]
@@ -63,15 +90,12 @@ def draw(
     """Draw `count` samples: tasks uniformly with replacement, and one sample in `among` of each.
     Returns the number of draws of each sample.
     """
-    tasks: dict[str, list[int]] = {}
-    for number in among:
-        tasks.setdefault(packed.samples[number].task_id, []).append(number)
-    if not tasks:
+    groups = by_task(packed.samples, among)
+    if not groups:
         raise RunFolderError(
             "no task of the pack has two samples: one for the update, one to measure its effect. "
             "Set samples_per_task to 2 or more"
         )
-    groups = list(tasks.values())
     times: Counter[int] = Counter()
     for place in torch.randint(len(groups), (count,), generator=generator).tolist():
         group = groups[place]
@@ -319,7 +343,7 @@ class EntropyBatch:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield log-probabilities and entropies [S, T] of each microbatch."""
         named = {self._full_names[name]: value for name, value in (parameters or {}).items()}
-        for batch in self._batches:
+        for batch in counted_off(self._batches, "microbatches of the entropy batch"):
             out = self._outputs(named, batch, grad)
             yield self._by_sequence(out.logprobs, batch), self._by_sequence(out.entropy, batch)
 

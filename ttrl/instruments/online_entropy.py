@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL
 from ttrl.facts import StepEntropy
-from ttrl.instruments.entropy_batch import EntropyBatch, part_of
+from ttrl.instruments.entropy_batch import EntropyBatch, by_task, part_of
 from ttrl.instruments.linear_response import Vector, inner
-from ttrl.instruments.update_rules import Moments, UpdateRule, rule_of
+from ttrl.instruments.update_rules import Moments, UpdateRule, rule_of, steps_taken
 from ttrl.training.batches import Update as Step
 from ttrl.training.objective.objective import StepObjective
 from ttrl.training.optimizer.optimizer import learning_rate
@@ -143,8 +143,7 @@ class OnlineEntropy:
             factor = min(1.0, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         optimizer = self._trained.stepper.optimizer
         moments = dict(state_tensors(self._trained.policy, optimizer))
-        counts = [int(value) for name, value in moments.items() if name.endswith(".step")]
-        rule = rule_of(self._config, max(counts, default=0))
+        rule = rule_of(self._config, steps_taken(moments, 0))
         return sum(
             self._of_parameter(rule, name, factor * value, moments, slope[name])
             for name, value in gradient.items()
@@ -196,12 +195,9 @@ def tasks_apart(step: Step, generator: torch.Generator) -> list[int]:
     rows' table; none if there is a single task.
     """
     trained = torch.unique(step.rows.sample_ids[step.rows.labels != IGNORE_LABEL]).tolist()
-    tasks: dict[str, list[int]] = {}
-    for number in trained:
-        tasks.setdefault(step.rows.samples[number].task_id, []).append(number)
-    if len(tasks) < 2:
+    groups = by_task(step.rows.samples, trained)
+    if len(groups) < 2:
         return []
-    count = max(1, round(SHARE * len(tasks)))
-    groups = list(tasks.values())
+    count = max(1, round(SHARE * len(groups)))
     drawn = torch.randperm(len(groups), generator=generator)[:count].tolist()
     return sorted(number for place in drawn for number in groups[place])

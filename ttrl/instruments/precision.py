@@ -23,7 +23,7 @@ from torch.func import functional_call
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ConfigError
 from ttrl.facts import Facts
-from ttrl.instruments.certificate import ragged_rows
+from ttrl.instruments.certificate import inputs_of, ragged_rows
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.batches import Update, policy_inputs
 from ttrl.training.parallel.distributed import Ranks
@@ -165,9 +165,7 @@ def _small_case(
     policy.widen(torch.float64)
     spoil(policy)
     rows = ragged_rows(96, policy.decoder.tok_embeddings.num_embeddings)
-    names = ("tokens", "labels", "group_ids", "parent_ids", "input_pos")
-    inputs = [getattr(rows, name).to(device) for name in names]
-    out = policy(*inputs, HeadOptions(entropy_grad=True))
+    out = policy(*inputs_of(rows, device), HeadOptions(entropy_grad=True))
     (out.logprobs.mean() + out.entropy.mean()).backward()
     found = {"log-probabilities": out.logprobs, "entropies": out.entropy}
     found |= {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}

@@ -8,20 +8,24 @@ the difference is at most a tenth.
 
 import dataclasses
 import itertools
+import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from ttrl.configs import GRPOConfig
 from ttrl.facts import Facts, Number
-from ttrl.instruments.entropy_batch import EntropyBatch
+from ttrl.instruments.entropy_batch import EntropyBatch, counted_off
 from ttrl.instruments.linear_response import Response, Vector, linear_regime, moved
 from ttrl.instruments.precision import TORCH_DTYPES, Dtype
+from ttrl.text import counted
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import adapted
+
+logger = logging.getLogger(__name__)
 
 PRECISION_FACTORS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """The sweep of η, in multiples of the learning rate."""
@@ -88,6 +92,7 @@ def precision_sweep(
         if dtype == "fp64":
             measured = exact
         else:
+            logger.info("measuring the sweep in %s: %s", dtype, counted(len(etas), "step"))
             measured = _measured(batch, start, vector, etas)
         sweeps.append(dtype_sweep(dtype, batch.device.type, measured, exact, slope))
     return PrecisionSweep(slope=slope, lr=lr, sweeps=sweeps)
@@ -113,14 +118,14 @@ def batches_by_dtype(
 
 
 def _measured(
-    batch: EntropyBatch, start: Vector, vector: Vector, etas: Iterable[float]
+    batch: EntropyBatch, start: Vector, vector: Vector, etas: Sequence[float]
 ) -> dict[float, float]:
     # Parameters are in fp32, as in training; a policy in bf16 rounds them in its products.
     held = {name: value.to(TORCH_DTYPES["fp32"]) for name, value in start.items()}
     here = batch.values(held)[0]
     return {
         eta: batch.mean(batch.values(held | moved(held, vector, eta))[0] - here).value
-        for eta in etas
+        for eta in counted_off(etas, "steps of the sweep")
     }
 
 

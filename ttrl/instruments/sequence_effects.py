@@ -11,7 +11,7 @@ Shapes: N answers of the entropy batch, M of the update, r sums of a projection.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ttrl.data.packing.pack import IGNORE_LABEL
-from ttrl.instruments.entropy_batch import EntropyBatch
+from ttrl.instruments.entropy_batch import EntropyBatch, by_task, counted_off
 from ttrl.instruments.fisher import (
     MOST_WHOLE,
     Projection,
@@ -161,10 +161,10 @@ class Answers:
         naive = []
         prompts = []
         same_prompt = []
-        measured: dict[str, list[int]] = {}
-        for place, one in enumerate(self.batch.samples):
-            measured.setdefault(one.task_id, []).append(place)
-        for places in self._prompts():
+        measured = {
+            self.batch.samples[places[0]].task_id: places for places in by_task(self.batch.samples)
+        }
+        for places in counted_off(by_task(self.own.samples), "gradients of the update's prompts"):
             force_sum: Vector = {}
             slope_sum: Vector = {}
             for place in places:
@@ -221,7 +221,7 @@ class Answers:
         exact: dict[str, list[float]] = {name: [] for name in kinds}
         logprobs = []
         weights = []
-        for place in range(count):
+        for place in counted_off(range(count), "gradients of the entropy batch's answers"):
             _, logprob = self.batch.sequence(place)
             logprobs.append(float(logprob.detach()))
             weights.append(_weight(self.batch, place, logprobs[-1]))
@@ -254,13 +254,6 @@ class Answers:
             moves={name: torch.tensor(one, dtype=torch.float64) for name, one in moves.items()},
         )
         return effects, kernels
-
-    def _prompts(self) -> Iterator[list[int]]:
-        """Yield the places of each prompt's answers in `own`."""
-        places: dict[str, list[int]] = {}
-        for place, one in enumerate(self.own.samples):
-            places.setdefault(one.task_id, []).append(place)
-        yield from places.values()
 
     def _gradients(self, scalars: list[Tensor]) -> list[Vector]:
         """Return the gradients of scalars of one graph."""

@@ -47,7 +47,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -56,7 +56,14 @@ from torch import Tensor
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.errors import ConfigError, UnmovedStepError
-from ttrl.instruments.entropy_batch import EntropyBatch, alone, draw, halves, part_of
+from ttrl.instruments.entropy_batch import (
+    EntropyBatch,
+    alone,
+    counted_off,
+    draw,
+    halves,
+    part_of,
+)
 from ttrl.instruments.held_out import HeldOut, StoredAnswers
 from ttrl.instruments.linear_response import (
     Response,
@@ -67,7 +74,7 @@ from ttrl.instruments.linear_response import (
     moved,
 )
 from ttrl.instruments.momentum import Age, ages
-from ttrl.instruments.precision import precision_of, prove_device, prove_model
+from ttrl.instruments.precision import TORCH_DTYPES, precision_of, prove_device, prove_model
 from ttrl.instruments.precision_sweep import batches_by_dtype, precision_sweep
 from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts, token_parts
 from ttrl.instruments.study_config import StudyDevice, study_config
@@ -76,7 +83,7 @@ from ttrl.instruments.tokens import (
     mismatch,
     tokens_of_high_covariance,
 )
-from ttrl.instruments.update_rules import Update, moment_rounding, rule_of
+from ttrl.instruments.update_rules import Update, moment_rounding, rule_of, steps_taken
 from ttrl.text import counted
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
@@ -102,8 +109,6 @@ from ttrl.training.timing import Stopwatch
 logger = logging.getLogger(__name__)
 
 StudyDtype = Literal["fp32", "fp64"]
-_DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 FACTORS = (-4.0, -1.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """The sweep, in multiples of the learning rate."""
@@ -145,24 +150,15 @@ def study(
             # Servers sample while no policy is in memory here.
             if held_out is not None and answers is None:
                 answers = held_out.draw(config)
+            logger.info("loading the policy before iteration %d", config.iteration)
             with ranks(config) as here:
                 found = _Study(config, here, seed, dtype, update - 1, answers)
                 if found.answers_fit:
-                    asked = Asked(sequences, held_out, factors, kernel, pairs, precision)
-                    return found.run(Path(checkpoint), asked)
+                    return found.run(
+                        Path(checkpoint), sequences, held_out, factors, kernel, pairs, precision
+                    )
             answers = None
             del found
-
-
-class Asked(NamedTuple):
-    """Hold the arguments of `study` about its measurements."""
-
-    sequences: int
-    held_out: HeldOut | None
-    factors: Sequence[float]
-    kernel: int
-    pairs: bool
-    precision: bool
 
 
 class _Study:
@@ -184,7 +180,8 @@ class _Study:
         self.config = config
         self.here = here
         self.seed = seed
-        self.dtype = _DTYPES[dtype]
+        self.dtype_name = dtype
+        self.dtype = TORCH_DTYPES[dtype]
         self.packed = PackedTensors.load(config.packed)
         self.trained: Trained = load_trained(self._loaded_as(number), here)
         self.policy = self.trained.policy
@@ -216,6 +213,7 @@ class _Study:
         self.momenta: list[Vector] = []
         """Between the iteration's earlier steps."""
         for earlier in range(number):
+            logger.info("repeating the steps before it: %d of %d", earlier + 1, number)
             if earlier:
                 self.momenta.append(self._momentum())
             self.prepass.choose(earlier)
@@ -228,8 +226,7 @@ class _Study:
         }
         if number and config.optimizer == "adamw_8bit":
             self._leave_8_bits()
-        counts = [int(v) for name, v in self.moments.items() if name.endswith(".step")]
-        taken = max(counts, default=self.trained.stepper.global_step)
+        taken = steps_taken(self.moments, self.trained.stepper.global_step)
         self.rule = rule_of(config, taken)
         self.scale = self._scale(self.step)
         self.eta = learning_rate(config, self.trained.stepper.global_step) * self.scale
@@ -326,7 +323,17 @@ class _Study:
         assert not isinstance(optimizer, OptimizerInBackward)
         return optimizer
 
-    def run(self, checkpoint: Path, asked: Asked) -> dict[str, Any]:
+    def run(
+        self,
+        checkpoint: Path,
+        sequences: int,
+        held_out: HeldOut | None,
+        factors: Sequence[float],
+        kernel: int,
+        pairs: bool,
+        precision: bool,
+    ) -> dict[str, Any]:
+        """Measure everything; arguments as for `study`."""
         logger.info(
             "studying optimizer step %d, number %d of %d in its iteration, made of %d answers",
             self.trained.stepper.global_step + 1,
@@ -341,7 +348,7 @@ class _Study:
             "updates": len(self.steps),
             "lr": self.eta,
             "device": self.here.device.type,
-            "dtype": _NAMES[self.dtype],
+            "dtype": self.dtype_name,
             "run_dtype": self.config.dtype,
         }
         as_run = self._logprobs()
@@ -360,13 +367,14 @@ class _Study:
         if self.dtype == torch.float64:
             prove_model(self.policy, self.step, self.config, self.start)
         found["precision"] = precision_of(
-            _NAMES[self.dtype],
+            self.dtype_name,
             self.config.dtype,
             self.here.device,
-            kernel=bool(asked.kernel),
+            kernel=bool(kernel),
             distance=distance is not None,
         ).to_json()
 
+        logger.info("comparing the optimizer's vector with its step")
         update = self._update(self.step, gradients)
         pushed = self._pushed(update)
         whole = update.whole()
@@ -392,12 +400,13 @@ class _Study:
             layer.dropout = 0.0  # the rest is about the sampling policy …
             layer.constant_lengths = False  # … and its derivatives
         self._put(self.origin)
+        logger.info("measuring the entropy and its gradient")
         if self.answers is None:
-            batch = self._drawn(entropy_half, asked.sequences)
+            batch = self._drawn(entropy_half, sequences)
             found["entropy_batch"] = {"tasks": None}
         else:
-            assert asked.held_out is not None
-            batch = self._held_out(self.answers, asked.held_out)
+            assert held_out is not None
+            batch = self._held_out(self.answers, held_out)
             found["entropy_batch"] = self.answers.facts.to_json()
         once = dict.fromkeys(range(len(studied.rows.samples)), 1)
         made_of = EntropyBatch(self.policy, studied.rows, once, self.config, self.here)
@@ -405,11 +414,12 @@ class _Study:
         weights = batch.logprobs(self.start) - batch.start_logprobs
         found["entropy_batch"]["effective_size"] = batch.effective_size(weights)
         slope = batch.gradient(self.start)
-        found |= self._response(batch, update, slope, asked.factors)
-        if asked.precision:
+        found |= self._response(batch, update, slope, factors)
+        if precision:
             batches = batches_by_dtype(self.config, self.here, self.origin, batch)
             sweep = precision_sweep(batches, self.start, update.whole(), found, self.eta)
             found["precision_sweep"] = sweep.to_json()
+        logger.info("splitting the effect: by earlier steps, tokens and answers")
         found["ages"] = [vars(one) for one in self._ages(slope, update)]
         chosen = tokens_of_high_covariance(
             studied.rows,
@@ -425,10 +435,10 @@ class _Study:
             parameters={name: self.names[name] for name in update.current},
             seed=self.seed,
         )
-        if not asked.kernel:
+        if not kernel:
             return found | answers.effects(slope, pushed).to_json()
         kinds: dict[str, Vector | None] = {"sgd": None, self.rule.name: pushed.preconditioner}
-        effects, kernels = answers.kernels(slope, pushed, asked.kernel, kinds, asked.pairs)
+        effects, kernels = answers.kernels(slope, pushed, kernel, kinds, pairs)
         end = moved(self.start, update.whole(), self.eta)
         changes = batch.logprobs(end) - batch.logprobs(self.start)
         return found | effects.to_json() | kernel_facts(kernels, effects, changes, self.eta)
@@ -616,7 +626,8 @@ class _Study:
         curvature = (ends[0] - ends[1]) / (2 * small)
         here = batch.values(self.start)[0]
         sweep = []
-        for factor in factors:
+        logger.info("measuring the entropy after %s", counted(len(factors), "step"))
+        for factor in counted_off(factors, "steps of the sweep"):
             at = eta * factor
             values, log_w = batch.values(self.start | moved(self.start, vector, at))
             change = batch.mean(values - here)

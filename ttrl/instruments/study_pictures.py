@@ -16,7 +16,14 @@ from ttrl.facts import MetricsRow
 from ttrl.instruments.precision_sweep import TOLERANCE, PrecisionSweep
 
 
-def draw_response(found: Mapping[str, Any], path: Path) -> None:
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Save figures by their file names; return the paths."""
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=150)
+    return [folder / name for name in figures]
+
+
+def draw_response(found: Mapping[str, Any]) -> Figure:
     """Draw the measurements and the orders' predictions, over η in learning rates."""
     sweep = sorted(found["sweep"], key=lambda one: one["eta"])
     x = [one["eta"] / found["lr"] for one in sweep]
@@ -47,11 +54,11 @@ def draw_response(found: Mapping[str, Any], path: Path) -> None:
             label="first order within 10%",
         )
     above.legend()
-    figure.savefig(path, dpi=150)
+    return figure
 
 
-def draw_position(by_position: Sequence[float], path: Path) -> Path:
-    """Draw the entropy by position in the answer. Returns the path."""
+def draw_position(by_position: Sequence[float]) -> Figure:
+    """Draw the entropy by position in the answer."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     places = range(1, len(by_position) + 1)
@@ -63,13 +70,12 @@ def draw_position(by_position: Sequence[float], path: Path) -> Path:
     whole.plot(places, list(itertools.accumulate(by_position)), "--", color="grey")
     whole.set(ylabel="their sum up to k (dashed)", ylim=(0, None))
     axes.set_ylim(bottom=0)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
-def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
+def draw_tokens(found: Mapping[str, Any]) -> Figure:
     """Draw the tokens with the largest effect on the entropy, and the differences of trainer and
-    sampler. Returns the path.
+    sampler.
     """
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
@@ -83,13 +89,12 @@ def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
     right.bar(names, [found["mismatch"][name]["rms"] for name in names])
     trainer = f"trainer in {found['run_dtype']}"
     right.set(title=f"{trainer} − sampler", ylabel="rms of log π, nats")
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
-def draw_noise(rows: Sequence[MetricsRow], path: Path) -> Path:
+def draw_noise(rows: Sequence[MetricsRow]) -> Figure:
     """Draw the gradient noise scale with its interval, and the samples' share of the noise. rows:
-    of metrics.jsonl. Returns the path.
+    of metrics.jsonl.
     """
     x = [row.iteration for row in rows]
     noise = [row.gradient_noise for row in rows]
@@ -106,8 +111,7 @@ def draw_noise(rows: Sequence[MetricsRow], path: Path) -> Path:
     below.plot(x, [_plotted(one.from_samples) for one in noise])
     below.xaxis.get_major_locator().set_params(integer=True)
     below.set(xlabel="iteration", ylabel="share of the noise\nfrom samples", ylim=(0, 1))
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _plotted(value: float | None) -> float:
@@ -117,7 +121,7 @@ def _plotted(value: float | None) -> float:
     return value
 
 
-def draw_steps(found: Mapping[str, Any], path: Path) -> None:
+def draw_steps(found: Mapping[str, Any]) -> Figure:
     """Draw predicted against measured changes, and the entropy, over optimizer steps."""
     steps = found["steps"]
     x = [one["global_step"] for one in steps]
@@ -151,14 +155,13 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
     )
     below.xaxis.get_major_locator().set_params(integer=True)
     below.set(xlabel="optimizer step", ylabel="entropy of an\nanswer, nats", ylim=(0, None))
-    figure.savefig(path, dpi=150)
+    return figure
 
 
-def draw_split(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def draw_split(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the sources of δH₁ of each step: on the entropy batch, by this step's and earlier
     gradients, against the measurement; on the step's own answers, by pairs, against the
-    U-statistic; and by the tokens of high covariance. rows: as `split_row` makes them. Returns the
-    path.
+    U-statistic; and by the tokens of high covariance. rows: as `split_row` makes them.
     """
     figure = Figure(figsize=(9, 10), layout="constrained")
     above, below, last = figure.subplots(3, 1, sharex=True)
@@ -205,8 +208,7 @@ def draw_split(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     for axes in (above, below, last):
         axes.axhline(0, color="grey", linewidth=0.6)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _draw_tokens_parts(axes: Axes, rows: Sequence[Sequence[Mapping[str, Any]]]) -> None:
@@ -264,11 +266,9 @@ def _stack(axes: Axes, bars: Sequence[Mapping[str, float]]) -> None:
 
 
 def draw_logprobs(
-    predicted: Sequence[float], measured: Sequence[float], fit: Mapping[str, Any], path: Path
-) -> Path:
-    """Draw the measured change of each answer's log-probability over the predicted one. Returns the
-    path.
-    """
+    predicted: Sequence[float], measured: Sequence[float], fit: Mapping[str, Any]
+) -> Figure:
+    """Draw the measured change of each answer's log-probability over the predicted one."""
     figure = Figure(figsize=(6, 5.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(predicted, measured, ".", alpha=0.5)
@@ -280,8 +280,7 @@ def draw_logprobs(
         title=f"δ log π of {fit['count']} answers: {fit_text(fit)}",
     )
     axes.legend()
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def fit_text(fit: Mapping[str, Any]) -> str:
@@ -292,9 +291,9 @@ def fit_text(fit: Mapping[str, Any]) -> str:
     return text
 
 
-def draw_kernel(cosines: Tensor, answers: int, tasks: Sequence[str], path: Path) -> Path:
+def draw_kernel(cosines: Tensor, answers: int, tasks: Sequence[str]) -> Figure:
     """Draw the cosines of all pairs of gradients. answers: of the entropy batch, the first rows.
-    tasks: of the update's answers, the others; lines divide their prompts. Returns the path.
+    tasks: of the update's answers, the others; lines divide their prompts.
     """
     figure = Figure(figsize=(7.5, 6.5), layout="constrained")
     axes = figure.subplots()
@@ -314,13 +313,12 @@ def draw_kernel(cosines: Tensor, answers: int, tasks: Sequence[str], path: Path)
         ylabel="answer i",
     )
     figure.colorbar(picture, ax=axes)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
-def draw_precision(found: PrecisionSweep, path: Path) -> Path:
+def draw_precision(found: PrecisionSweep) -> Figure:
     """Draw the relative difference of measurement and first order over η, and below it the range
-    of each dtype between both ends. Returns the path.
+    of each dtype between both ends.
     """
     figure = Figure(figsize=(7, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
@@ -348,8 +346,7 @@ def draw_precision(found: PrecisionSweep, path: Path) -> Path:
         ylim=(len(found.sweeps) - 0.5, -0.5),
         xlabel="η in learning rates (arrows: the sweep ends before the range)",
     )
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 _END = "|"

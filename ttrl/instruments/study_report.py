@@ -25,6 +25,7 @@ from ttrl.instruments.study_pictures import (
     draw_split,
     draw_tokens,
     fit_text,
+    save_figures,
 )
 from ttrl.instruments.tokens import outliers_text, parts_text
 from ttrl.system.files import atomic_file, write_json
@@ -262,33 +263,26 @@ def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
     told = {name: value for name, value in found.items() if name != "matrices"}
     path = folder / "study.json"
     write_json(path, known(told))
-    pictures = [folder / "study.png"]
-    draw_response(found, pictures[0])
-    pictures.append(draw_position(found["entropy"]["by_position"], folder / "position.png"))
-    pictures.append(draw_tokens(found, folder / "tokens.png"))
+    figures = {
+        "study.png": draw_response(found),
+        "position.png": draw_position(found["entropy"]["by_position"]),
+        "tokens.png": draw_tokens(found),
+    }
     if "precision_sweep" in found:
         sweep = read_facts(PrecisionSweep, found["precision_sweep"])
-        pictures.append(draw_precision(sweep, folder / "precision.png"))
-    pictures.append(draw_split([split_row(found)], folder / "split.png"))
+        figures["precision.png"] = draw_precision(sweep)
+    figures["split.png"] = draw_split([split_row(found)])
     if "kernel" not in found:
-        return [path, *pictures]
+        return [path, *save_figures(figures, folder)]
     kernel = found["kernel"]
     matrices: dict[str, Tensor] = found["matrices"]
     with atomic_file(folder / "kernel.safetensors") as temporary:
         save_file(matrices, temporary)
-    name = list(kernel["kinds"])[-1]
-    pictures += [
-        draw_kernel(
-            matrices[f"{name}.cosines"],
-            kernel["answers"],
-            found["current"]["tasks"],
-            folder / "kernel.png",
-        ),
-        draw_logprobs(
-            kernel["predicted"], kernel["measured"], kernel["fit"], folder / "logprobs.png"
-        ),
-    ]
-    return [path, *pictures, folder / "kernel.safetensors"]
+    cosines = matrices[f"{list(kernel['kinds'])[-1]}.cosines"]
+    tasks = found["current"]["tasks"]
+    figures["kernel.png"] = draw_kernel(cosines, kernel["answers"], tasks)
+    figures["logprobs.png"] = draw_logprobs(kernel["predicted"], kernel["measured"], kernel["fit"])
+    return [path, *save_figures(figures, folder), folder / "kernel.safetensors"]
 
 
 def known(value: Any) -> Any:

@@ -6,8 +6,9 @@ to held-out tasks, or the other half of its own. To study all of them, a run kee
 (`keep_checkpoints`). Never run on a GPU.
 """
 
+import logging
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +23,13 @@ from ttrl.instruments.study_pictures import (
     draw_split,
     draw_steps,
     fit_text,
+    save_figures,
 )
 from ttrl.instruments.study_report import CHANGES, change_text, how_computed, known, split_row
 from ttrl.system.files import read_jsonl, write_json
 from ttrl.text import counted
+
+logger = logging.getLogger(__name__)
 
 _HOW = ("device", "dtype", "run_dtype", "precision")
 LINEAR = 0.5
@@ -67,10 +71,12 @@ def study_run(
         f"{run} has no trained iteration; start the run again, and study it after the first "
         "training step"
     )
-    for number, checkpoint in _iterations(Path(run)):
+    iterations = _iterations(Path(run))
+    for place, (number, checkpoint) in enumerate(iterations, 1):
         update = 1
         updates = 1
         while update <= updates:
+            logger.info("iteration %d (%d of %d), step %d", number, place, len(iterations), update)
             try:
                 found = study(checkpoint, factors=(1.0,), update=update, **how)
             except RunFolderError as error:
@@ -127,11 +133,11 @@ def _joined(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [value for one in steps for value in one[name]]
 
 
-def _iterations(run: Path) -> Iterator[tuple[int, Path]]:
-    for path in sorted((run / "iterations").glob("*/grpo.yaml")):
-        number = int(path.parent.name)
-        if number:  # in iteration 0 a trainer only looks at the model
-            yield number, path.parent / "checkpoint"
+def _iterations(run: Path) -> list[tuple[int, Path]]:
+    paths = sorted((run / "iterations").glob("*/grpo.yaml"))
+    numbered = [(int(path.parent.name), path.parent / "checkpoint") for path in paths]
+    # In iteration 0 a trainer only looks at the model.
+    return [one for one in numbered if one[0]]
 
 
 def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -229,15 +235,14 @@ def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
     path = folder / FILE_NAME
     write_json(path, known(found))
     steps = found["steps"]
-    pictures = [folder / "steps.png", draw_split(steps, folder / "split.png")]
-    draw_steps(found, pictures[0])
+    figures = {"steps.png": draw_steps(found), "split.png": draw_split(steps)}
     if "logprob_fit" in found:
         values = _joined(steps, "predicted"), _joined(steps, "changed")
-        pictures.append(draw_logprobs(*values, found["logprob_fit"], folder / "logprobs.png"))
+        figures["logprobs.png"] = draw_logprobs(*values, found["logprob_fit"])
     metrics = Path(found["run"], "metrics.jsonl")
     if metrics.is_file():
         rows = [read_facts(MetricsRow, row) for row in read_jsonl(metrics)]
         noise = [row for row in rows if row.gradient_noise.scale is not None]
         if noise:
-            pictures.append(draw_noise(noise, folder / "noise.png"))
-    return [path, *pictures]
+            figures["noise.png"] = draw_noise(noise)
+    return [path, *save_figures(figures, folder)]

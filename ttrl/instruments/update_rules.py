@@ -6,7 +6,7 @@ Every optimizer takes θ ← θ + η·v, and v is the sum of three parts:
     earlier   from the gradients of earlier steps, through the momentum
     decay     from weight decay
 
-P is diagonal, and a is a number, `gain`:
+P is diagonal, and a is a number:
 
     AdamW     P = 1/(√(s/(1 - β₂ᵗ)) + ε),  s ← β₂s + (1 - β₂)g²
               v = -P·m/(1 - β₁ᵗ) - λθ,     m ← β₁m + (1 - β₁)g      a = (1 - β₁)/(1 - β₁ᵗ)
@@ -24,7 +24,7 @@ SGD's and RMSprop's momentum b holds the weight decay of earlier steps as well; 
 
 import abc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -85,16 +85,8 @@ class UpdateRule(abc.ABC):
     weight_decay: float
     """λ, of matrices only."""
     step: int
-
-    @property
-    @abc.abstractmethod
-    def gain(self) -> float:
-        """Return a, the factor of this step's gradient."""
-
-    @property
-    @abc.abstractmethod
-    def memory(self) -> float:
-        """Return the factor of the momentum from step to step, β₁ or μ."""
+    memory: float
+    """The factor of the momentum from step to step, β₁ or μ."""
 
     @abc.abstractmethod
     def of_tensor(
@@ -164,17 +156,8 @@ class AdamW(UpdateRule):
     moments = ("exp_avg", "exp_avg_sq")
     momentum = "exp_avg"
 
-    beta1: float
     beta2: float
     eps: float
-
-    @property
-    def gain(self) -> float:
-        return (1 - self.beta1) / (1 - self.beta1**self.step)
-
-    @property
-    def memory(self) -> float:
-        return self.beta1
 
     def of_tensor(
         self, parameter: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], decay: float
@@ -182,10 +165,11 @@ class AdamW(UpdateRule):
         mean = moments["exp_avg"]
         square = self.beta2 * moments["exp_avg_sq"] + (1 - self.beta2) * gradient.square()
         divisor = (square / (1 - self.beta2**self.step)).sqrt() + self.eps
-        scale = self.gain / divisor
-        earlier = -self.beta1 / (1 - self.beta1**self.step) * mean / divisor
+        beta1 = self.memory
+        scale = (1 - beta1) / (1 - beta1**self.step) / divisor
+        earlier = -beta1 / (1 - beta1**self.step) * mean / divisor
         after = {
-            "exp_avg": self.beta1 * mean + (1 - self.beta1) * gradient,
+            "exp_avg": beta1 * mean + (1 - beta1) * gradient,
             "exp_avg_sq": square,
         }
         return TensorStep(scale, -scale * gradient, earlier, -decay * parameter, after)
@@ -202,15 +186,6 @@ class RMSprop(UpdateRule):
 
     beta2: float
     eps: float
-    mu: float
-
-    @property
-    def gain(self) -> float:
-        return 1.0
-
-    @property
-    def memory(self) -> float:
-        return self.mu
 
     def of_tensor(
         self, parameter: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], decay: float
@@ -218,7 +193,7 @@ class RMSprop(UpdateRule):
         both = gradient + decay * parameter
         square = self.beta2 * moments["square_avg"] + (1 - self.beta2) * both.square()
         divisor = square.sqrt() + self.eps
-        kept = self.mu * moments["momentum_buffer"]
+        kept = self.memory * moments["momentum_buffer"]
         after = {"square_avg": square, "momentum_buffer": kept + both / divisor}
         decayed = -decay * parameter / divisor
         return TensorStep(1 / divisor, -gradient / divisor, -kept, decayed, after)
@@ -232,20 +207,10 @@ class SGD(UpdateRule):
     moments = ("momentum_buffer",)
     momentum = "momentum_buffer"
 
-    mu: float
-
-    @property
-    def gain(self) -> float:
-        return 1.0
-
-    @property
-    def memory(self) -> float:
-        return self.mu
-
     def of_tensor(
         self, parameter: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], decay: float
     ) -> TensorStep:
-        kept = self.mu * moments["momentum_buffer"]
+        kept = self.memory * moments["momentum_buffer"]
         after = {"momentum_buffer": kept + gradient + decay * parameter}
         scale = torch.ones_like(gradient)
         return TensorStep(scale, -gradient, -kept, -decay * parameter, after)
@@ -273,27 +238,18 @@ def moment_rounding(
     }
 
 
-def _adamw(config: TrainingConfig, step: int) -> UpdateRule:
-    return AdamW(config.weight_decay, step, config.beta1, config.beta2, config.eps)
-
-
-def _rmsprop(config: TrainingConfig, step: int) -> UpdateRule:
-    return RMSprop(config.weight_decay, step, config.beta2, config.eps, config.momentum)
-
-
-def _sgd(config: TrainingConfig, step: int) -> UpdateRule:
-    return SGD(config.weight_decay, step, config.momentum)
-
-
-RULES: dict[str, Callable[[TrainingConfig, int], UpdateRule]] = {
-    "adamw": _adamw,
-    "adamw_8bit": _adamw,
-    "rmsprop": _rmsprop,
-    "sgd": _sgd,
-}
-"""By the setting `optimizer`."""
+def steps_taken(moments: Moments, otherwise: int) -> int:
+    """Return the steps counted by an optimizer's state; `otherwise` without a count."""
+    counts = [int(count) for name, count in moments.items() if name.endswith(".step")]
+    return max(counts, default=otherwise)
 
 
 def rule_of(config: TrainingConfig, taken: int) -> UpdateRule:
     """Return the rule of a config's optimizer, after `taken` steps."""
-    return RULES[config.optimizer](config, taken + 1)
+    always = config.weight_decay, taken + 1
+    if config.optimizer == "sgd":
+        return SGD(*always, config.momentum)
+    if config.optimizer == "rmsprop":
+        return RMSprop(*always, config.momentum, config.beta2, config.eps)
+    assert config.optimizer in ("adamw", "adamw_8bit")
+    return AdamW(*always, config.beta1, config.beta2, config.eps)
