@@ -24,7 +24,7 @@ from ttrl.facts import (
     WorstPlace,
 )
 from ttrl.families.values import has_experts
-from ttrl.monitoring.drift_report import Cause, WorstToken
+from ttrl.monitoring.drift_report import Cause, Verdict, WorstToken
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_mapping, read_run
 from ttrl.run_folder.token_text import run_token_text
@@ -197,33 +197,42 @@ def gather_evidence(
 
 def likely_causes(evidence: Evidence) -> list[Cause]:
     """Check all likely causes and return the found ones first."""
-    checks = (
-        _temperature, _sampling, _generation_config, _logprobs_mode, _tokens, _weights, _dtype,
-        _positions, _vocabulary, _adapters, _routing,
-    )  # fmt: skip
-    return sorted((check(evidence) for check in checks), key=lambda cause: _ORDER[cause.verdict])
+    checks: dict[str, Callable[[Evidence], _Checked]] = {
+        "temperature": _temperature,
+        "top-p, top-k and penalties": _sampling,
+        "generation_config.json of the model": _generation_config,
+        "logprobs mode of the server": _logprobs_mode,
+        "chat template and tokenization": _tokens,
+        "stale or wrong weights": _weights,
+        "dtype": _dtype,
+        "RoPE parameters and max_model_len": _positions,
+        "padding of the vocabulary": _vocabulary,
+        "scale of LoRA adapters": _adapters,
+        "choice of experts": _routing,
+    }
+    causes = [Cause(name, *check(evidence)) for name, check in checks.items()]
+    return sorted(causes, key=lambda cause: _ORDER[cause.verdict])
 
 
-def _temperature(e: Evidence) -> Cause:
-    name = "temperature"
+_Checked = tuple[Verdict, str] | tuple[Verdict, str, str]
+"""Verdict, detail and, if there is one, the way out of a cause."""
+
+
+def _temperature(e: Evidence) -> _Checked:
     sampled = e.config.temperature
     trained = e.recipe.get("temperature")
     if trained is None:
-        return Cause(
-            name,
+        return (
             "could not be checked",
             f"sampled with {sampled:g}; the recipe's config sets none",
         )
     if float(trained) != sampled:
         way = "use one temperature: the loop copies TrainConfig.temperature to the recipe"
-        return Cause(
-            name, "found", f"sampled with {sampled:g}, trained with {float(trained):g}", way
-        )
-    return Cause(name, "ruled out", f"{sampled:g} on both sides")
+        return ("found", f"sampled with {sampled:g}, trained with {float(trained):g}", way)
+    return ("ruled out", f"{sampled:g} on both sides")
 
 
-def _sampling(e: Evidence) -> Cause:
-    name = "top-p, top-k and penalties"
+def _sampling(e: Evidence) -> _Checked:
     asked = dict(e.config.sampling)
     asked |= asked.pop("extra_body", None) or {}
     wrong = {
@@ -233,12 +242,11 @@ def _sampling(e: Evidence) -> Cause:
     }
     if wrong:
         listed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
-        return Cause(name, "found", f"requests set {listed}", "remove them from `sampling`")
-    return Cause(name, "ruled out", "requests set none of them")
+        return ("found", f"requests set {listed}", "remove them from `sampling`")
+    return ("ruled out", "requests set none of them")
 
 
-def _generation_config(e: Evidence) -> Cause:
-    name = "generation_config.json of the model"
+def _generation_config(e: Evidence) -> _Checked:
     values = {
         key: e.generation[key]
         for key, neutral in _NEUTRAL.items()
@@ -254,58 +262,51 @@ def _generation_config(e: Evidence) -> Cause:
     )
     way = 'server={"generation_config": "vllm"}'
     if override:
-        return Cause(
-            name,
+        return (
             "found",
             f"the server overrides sampling defaults: {override}",
             "remove override_generation_config",
         )
     if served not in (None, "vllm", "auto"):
-        return Cause(name, "found", f"the server takes sampling defaults from {served}", way)
+        return ("found", f"the server takes sampling defaults from {served}", way)
     if served == "vllm":
-        return Cause(name, "ruled out", "the server ignores it (--generation-config vllm)")
+        return ("ruled out", "the server ignores it (--generation-config vllm)")
     if not values:
-        return Cause(
-            name,
+        return (
             "ruled out",
             "it leaves the distribution as it is" if e.generation else "the model has none",
         )
     listed = ", ".join(f"{key}={value!r}" for key, value in values.items())
     if served is None:
-        return Cause(
-            name,
+        return (
             "could not be checked",
             f"the server does not report its use ({listed})",
             way,
         )
-    return Cause(name, "found", f"the server takes {listed} from it", way)
+    return ("found", f"the server takes {listed} from it", way)
 
 
-def _logprobs_mode(e: Evidence) -> Cause:
-    name = "logprobs mode of the server"
+def _logprobs_mode(e: Evidence) -> _Checked:
     mode = (
         e.told("model_config", "logprobs_mode")
         or e.argument("logprobs-mode")
         or e.by_default("processed_logprobs")
     )
     if mode is None:
-        return Cause(name, "could not be checked", "the server does not report it")
+        return ("could not be checked", "the server does not report it")
     if mode == "processed_logprobs" or (mode == "raw_logprobs" and e.config.temperature == 1.0):
-        return Cause(name, "ruled out", f"{mode} at temperature {e.config.temperature:g}")
-    return Cause(
-        name,
+        return ("ruled out", f"{mode} at temperature {e.config.temperature:g}")
+    return (
         "found",
         f"{mode}: not the server's sampling distribution",
         'server={"logprobs_mode": "processed_logprobs"}',
     )
 
 
-def _tokens(e: Evidence) -> Cause:
-    name = "chat template and tokenization"
+def _tokens(e: Evidence) -> _Checked:
     other = [token for token in e.tokens if token.as_sent is False]
     if other:
-        return Cause(
-            name,
+        return (
             "found",
             f"{len(other)} of the {len(e.tokens)} worst tokens follow other ids in the pack than "
             f"on the server, such as sample {other[0].sample} of task {other[0].task_id!r}",
@@ -315,31 +316,26 @@ def _tokens(e: Evidence) -> Cause:
     unaligned = e.tokenization.get("unaligned")
     if unaligned:
         way = "with token ids from the server (return_token_ids), no template is needed here"
-        return Cause(
-            name,
+        return (
             "found",
             f"the server returned no ids: the texts were tokenized again, and {unaligned} tokens "
             "could not be aligned",
             way,
         )
     if e.tokens and all(token.as_sent for token in e.tokens):
-        return Cause(
-            name,
+        return (
             "ruled out",
             "up to the worst tokens, the pack holds the server's ids",
         )
-    return Cause(
-        name,
+    return (
         "could not be checked",
         "the server returned no ids for these samples, or they have several turns",
     )
 
 
-def _weights(e: Evidence) -> Cause:
-    name = "stale or wrong weights"
+def _weights(e: Evidence) -> _Checked:
     if e.sync is None:
-        return Cause(
-            name,
+        return (
             "could not be checked",
             f"no record of a sync to policy {e.version}",
             "weight_sync='restart'",
@@ -350,20 +346,18 @@ def _weights(e: Evidence) -> Cause:
     else:
         how = ""
     if apart is None:
-        return Cause(
-            name,
+        return (
             "could not be checked",
             "the sync reports no canary",
             "weight_sync='restart'",
         )
     limit = 1e-3 if e.config.dtype == "fp32" else 1.0
     if apart > limit:
-        return Cause(name, "found", f"{how}, more than {limit:g}", "weight_sync='restart'")
-    return Cause(name, "ruled out", f"{how}; all judged tokens are of policy {e.version}")
+        return ("found", f"{how}, more than {limit:g}", "weight_sync='restart'")
+    return ("ruled out", f"{how}; all judged tokens are of policy {e.version}")
 
 
-def _dtype(e: Evidence) -> Cause:
-    name = "dtype"
+def _dtype(e: Evidence) -> _Checked:
     mine = {"fp32": "float32", "bf16": "bfloat16"}[e.config.dtype]
     rounded = {
         "quantization": ("model_config", "quantization"),
@@ -376,16 +370,14 @@ def _dtype(e: Evidence) -> Cause:
                 f"remove {argument}, or correct for it with truncated importance sampling and "
                 "drift='warn'"
             )
-            return Cause(
-                name,
+            return (
                 "found",
                 f"the server computes with {argument} {value}, the trainer in {mine}",
                 way,
             )
     served = e.told("model_config", "dtype")
     if isinstance(served, str) and served.removeprefix("torch.") != mine:
-        return Cause(
-            name,
+        return (
             "found",
             f"the server computes in {served.removeprefix('torch.')}, the trainer in {mine}",
             "use one dtype for both",
@@ -397,16 +389,15 @@ def _dtype(e: Evidence) -> Cause:
             "weights has other values"
         )
         if e.recipe.get("checkpoint_dtype") == "bf16":
-            return Cause(name, "found", found, "training={'checkpoint_dtype': 'fp32'}")
+            return ("found", found, "training={'checkpoint_dtype': 'fp32'}")
     if isinstance(served, str):
         where = "as the server reports"
     else:
         where = "as the run's config sets"
-    return Cause(name, "ruled out", f"{mine} on both sides, {where}")
+    return ("ruled out", f"{mine} on both sides, {where}")
 
 
-def _positions(e: Evidence) -> Cause:
-    name = "RoPE parameters and max_model_len"
+def _positions(e: Evidence) -> _Checked:
     means = e.drift.by_position or []
     grows = ""
     if len(means) == 4 and means[0] > 0:
@@ -417,8 +408,7 @@ def _positions(e: Evidence) -> Cause:
     for argument in ("hf-overrides", "rope-scaling", "rope-theta"):
         if e.argument(argument) is not None:
             way = "put it into the model folder's config.json: both read it"
-            return Cause(
-                name,
+            return (
                 "found",
                 f"the server starts with {argument} {e.argument(argument)!r}{grows}",
                 way,
@@ -431,37 +421,32 @@ def _positions(e: Evidence) -> Cause:
     length = e.told("model_config", "max_model_len")
     context = e.recipe.get("context") or e.shape.get("max_position_embeddings")
     if not kinds:
-        return Cause(name, "ruled out", f"plain RoPE, the same for any length{grows}")
+        return ("ruled out", f"plain RoPE, the same for any length{grows}")
     if length is None:
-        return Cause(
-            name,
+        return (
             "could not be checked",
             f"{', '.join(sorted(kinds))} depends on the context length{grows}",
         )
     if "longrope" in kinds and context is not None and int(length) != int(context):
         way = f"server={{'max_model_len': {context}}}"
-        return Cause(
-            name,
+        return (
             "found",
             f"the context is {length} on the server and {context} in the trainer, and the model's "
             "RoPE depends on it",
             way,
         )
-    return Cause(
-        name,
+    return (
         "ruled out",
         f"{', '.join(sorted(kinds))} with a context of {length} on the server, {context} in "
         f"the trainer{grows}",
     )
 
 
-def _vocabulary(e: Evidence) -> Cause:
-    name = "padding of the vocabulary"
+def _vocabulary(e: Evidence) -> _Checked:
     rows = _embedding_rows(e.model)
     size = e.shape.get("vocab_size")
     if rows is None or not isinstance(size, int):
-        return Cause(
-            name,
+        return (
             "could not be checked",
             "the checkpoint's embedding or its config.json cannot be read",
         )
@@ -470,15 +455,14 @@ def _vocabulary(e: Evidence) -> Cause:
             "give the checkpoint as many rows as config.json says; padded rows take probability "
             "on one side only"
         )
-        return Cause(name, "found", f"the embedding has {rows} rows; config.json says {size}", way)
-    return Cause(name, "ruled out", f"{size} rows in the checkpoint and in config.json")
+        return ("found", f"the embedding has {rows} rows; config.json says {size}", way)
+    return ("ruled out", f"{size} rows in the checkpoint and in config.json")
 
 
-def _adapters(e: Evidence) -> Cause:
-    name = "scale of LoRA adapters"
+def _adapters(e: Evidence) -> _Checked:
     rank = e.recipe.get("lora_rank")
     if rank is None:
-        return Cause(name, "ruled out", "the run has none")
+        return ("ruled out", "the run has none")
     if e.model is not None:
         folders = [e.model, e.model / "adapter"]
     else:
@@ -486,8 +470,7 @@ def _adapters(e: Evidence) -> Cause:
     settings = (read_mapping(folder / "adapter_config.json") for folder in folders)
     adapter = next(filter(None, settings), {})
     if not adapter:
-        return Cause(
-            name,
+        return (
             "could not be checked",
             "the checkpoint has no adapters: the trainer merged them into it",
         )
@@ -497,19 +480,15 @@ def _adapters(e: Evidence) -> Cause:
     )
     if abs(mine - theirs) > 1e-9:
         way = "write the lora_alpha and rank of the training to adapter_config.json"
-        return Cause(
-            name, "found", f"{theirs:g} in adapter_config.json, {mine:g} in the trainer", way
-        )
-    return Cause(name, "ruled out", f"{mine:g} on both sides")
+        return ("found", f"{theirs:g} in adapter_config.json, {mine:g} in the trainer", way)
+    return ("ruled out", f"{mine:g} on both sides")
 
 
-def _routing(e: Evidence) -> Cause:
-    name = "choice of experts"
+def _routing(e: Evidence) -> _Checked:
     if not has_experts(e.shape):
-        return Cause(name, "ruled out", "the model has none")
+        return ("ruled out", "the model has none")
     if e.recipe.get("router_replay"):
-        return Cause(
-            name,
+        return (
             "ruled out",
             "the trainer uses the server's experts (router_replay)",
         )
@@ -517,8 +496,7 @@ def _routing(e: Evidence) -> Cause:
         "set router_replay=true: trainer and server then use the same experts, and ttrl counts "
         "the differences"
     )
-    return Cause(
-        name,
+    return (
         "could not be checked",
         "rounding alone can change an undecided router's choice",
         way,
