@@ -68,7 +68,16 @@ def _failure() -> type[BaseException] | None:
     return sys.exc_info()[0]
 
 
-class WandB:
+class _LogsSteps:
+    """Logs metrics with the tracker's own run."""
+
+    _run: Any
+
+    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(payload), step=step)
+
+
+class WandB(_LogsSteps):
     """Logs a run folder as one W&B run. W&B ignores steps already seen. Arguments go to
     wandb.init.
     """
@@ -90,9 +99,6 @@ class WandB:
         config = without_secrets(run.config)
         with _quietly():
             self._run = wandb.init(**{"config": config, "settings": settings, **given, **arguments})
-
-    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(payload), step=step)
 
     def close(self) -> None:
         if _failure() is None:
@@ -205,7 +211,7 @@ def _flat_settings(values: Mapping[str, Any], before: str = "") -> Iterator[tupl
             yield f"{before}{name}", json.dumps(value, default=str)
 
 
-class Trackio:
+class Trackio(_LogsSteps):
     """Logs a run folder as one trackio run, by default on this machine (`trackio show`).
     Arguments go to trackio.init. A process has one run of trackio at a time.
     """
@@ -221,15 +227,12 @@ class Trackio:
             self._finish = trackio.finish  # at exit, trackio would finish a run's own end again
             self._run = trackio.init(**{"config": config, **given, **arguments})
 
-    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(payload), step=step)
-
     def close(self) -> None:
         with _quietly():
             self._finish()
 
 
-class SwanLab:
+class SwanLab(_LogsSteps):
     """Logs a run folder as one SwanLab run. Arguments go to swanlab.init, such as
     mode="offline".
     """
@@ -255,9 +258,6 @@ class SwanLab:
             }
             config = without_secrets(run.config)
             self._run = swanlab.init(**{"config": config, **given, **arguments})
-
-    def log_dict(self, payload: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(payload), step=step)
 
     def close(self) -> None:
         failure = _failure()
