@@ -17,7 +17,7 @@ from ttrl.monitoring.finding import Finding
 from ttrl.monitoring.followed_runs import FollowedRun, State, readable
 from ttrl.monitoring.summary import validated
 from ttrl.records import Sample
-from ttrl.report.phrases import dead_shares, is_overfit, summary
+from ttrl.report.phrases import dead_shares, is_overfit, summary, written
 from ttrl.report.samples import parsed, stamp_of
 from ttrl.run_folder.reader import (
     RunData,
@@ -26,7 +26,7 @@ from ttrl.run_folder.reader import (
     model_name,
     total_seconds,
 )
-from ttrl.text import compact, percent, present
+from ttrl.text import compact, present
 
 _SAMPLE_FILES = ("rollouts.jsonl", "validation.jsonl")
 _FIRST_BYTES = 2**16
@@ -47,9 +47,7 @@ class Curve:
 
     def written(self, value: float) -> str:
         """Write a value of the curve."""
-        if self.is_share:
-            return percent(value)
-        return compact(value)
+        return written(value, self.is_share)
 
     @property
     def newest(self) -> str:

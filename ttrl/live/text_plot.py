@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from ttrl.text import is_number, present
+from ttrl.report.charts import neighbour_means
+from ttrl.text import present
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BLANK = 0x2800
@@ -141,12 +142,7 @@ def _joined(cells: Sequence[Cells]) -> list[Cells]:
 
 def _thinned(values: Sequence[float | None], most: int) -> list[float | None]:
     """Return at most `most` values: means over neighbours; None without a known one."""
-    together = max(1, math.ceil(len(values) / max(most, 1)))
-    means: list[float | None] = []
-    for start in range(0, len(values), together):
-        known = [one for one in values[start : start + together] if is_number(one)]
-        means.append(sum(known) / len(known) if known else None)
-    return means
+    return neighbour_means(values, max(1, math.ceil(len(values) / max(most, 1))))
 
 
 def _stretched(values: Sequence[float | None], width: int) -> list[float | None]:

@@ -176,7 +176,7 @@ def line_chart(
     """
     together = max(1, math.ceil(len(x) / MAX_POINTS))
     if together > 1:
-        x = present(_means(x, together))
+        x = present(neighbour_means(x, together))
         series = [_thinned(one, together) for one in series]
     drawn = [(one, _points(x, one.values, log=log)) for one in series]
     drawn = [(one, points) for one, points in drawn if points]
@@ -225,32 +225,28 @@ def line_chart(
     return _svg(name, "".join(parts))
 
 
-def _means(values: Sequence[float | None], together: int) -> list[float | None]:
+def neighbour_means(values: Sequence[float | None], together: int) -> list[float | None]:
     """Return means over `together` neighbours; None without a known value."""
     means = []
     for start in range(0, len(values), together):
-        known = [
-            value
-            for value in values[start : start + together]
-            if value is not None and is_number(value)
-        ]
+        known = [value for value in values[start : start + together] if is_number(value)]
         means.append(sum(known) / len(known) if known else None)
     return means
 
 
 def _thinned(one: Series, together: int) -> Series:
-    low, high = (None if band is None else _means(band, together) for band in (one.low, one.high))
-    return dataclasses.replace(one, values=_means(one.values, together), low=low, high=high)
+    low, high = (
+        None if band is None else neighbour_means(band, together) for band in (one.low, one.high)
+    )
+    return dataclasses.replace(
+        one, values=neighbour_means(one.values, together), low=low, high=high
+    )
 
 
 def sparkline(values: Sequence[float | None], width: int = 160, height: int = 28) -> Markup:
     """Draw a curve without axes, for tables, with a dot at its end. Empty without known values."""
-    shown = _means(values, max(1, math.ceil(len(values) / 80)))
-    known = [
-        (place, value)
-        for place, value in enumerate(shown)
-        if value is not None and is_number(value)
-    ]
+    shown = neighbour_means(values, max(1, math.ceil(len(values) / 80)))
+    known = [(place, value) for place, value in enumerate(shown) if is_number(value)]
     if not known:
         return Markup()
     low = min(value for _, value in known)

@@ -2,8 +2,8 @@
 curve.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from markupsafe import Markup
@@ -102,24 +102,13 @@ def learning(run: RunData) -> list[Figure]:
         intervals = [interval(row, judged.name) for row in run.rows]
         low, high = ([one[side] if one else None for one in intervals] for side in (0, 1))
         has_band = any(one is not None for one in intervals)
+        is_reward = judged.name == "reward"
+        shown = Series(judged.label, run.column(judged.of), 2 if is_reward else 1)
         if has_band:
             band = f"95% interval of {judged.label}"
-        else:
-            band = ""
-        if judged.name == "reward":
-            color = 2
-        else:
-            color = 1
-        validated.append(
-            Series(
-                judged.label,
-                run.column(judged.of),
-                color,
-                low if has_band else None,
-                high if has_band else None,
-            )
-        )
-        if color == 1:
+            shown = replace(shown, low=low, high=high)
+        validated.append(shown)
+        if not is_reward:
             label = judged.label
             name = judged.name
             rewards_held_out = run.column(held_out("reward"))
@@ -129,11 +118,11 @@ def learning(run: RunData) -> list[Figure]:
         Series(label, run.column(metric(name)), 1),
         Series("reward", run.column(metric("reward")), 2, dashed=True),
     ]
-    of_others = "Tasks the run never trains on."
+    title = "Held out"
+    caption = "Tasks the run never trains on."
     if phrases.is_overfit(run):
+        title = "Training tasks, asked again"
         caption = "The training tasks themselves (--overfit)."
-    else:
-        caption = of_others
     caption += " Iteration 0 is the starting model."
     how = held_out_sampling(run)
     if how:
@@ -141,17 +130,12 @@ def learning(run: RunData) -> list[Figure]:
     if band:
         caption += " The band is the 95% interval of the mean over other tasks of this kind."
     before = "Mean over the samples of each iteration, before its update."
+    some = None
     if run.trained:
         some = (run.trained[-1].partial_metrics or {}).get(name)
-    else:
-        some = None
     if some:
         before += f" Not every sample has {name}: the mean is over the others"
         before += f", {some} in the newest iteration."
-    if phrases.is_overfit(run):
-        title = "Training tasks, asked again"
-    else:
-        title = "Held out"
     return [
         *_lines(run, title, caption, validated, band, **options),
         *_lines(run, "Training", before, training, **options),
@@ -273,54 +257,43 @@ def time(run: RunData) -> list[Figure]:
     ]
 
 
+def _shares(run: RunData, whole: Pick, parts: Mapping[str, tuple[Pick, int]]) -> list[Series]:
+    """Return parts of a whole as shares, each by its name with its colour."""
+    wholes = run.column(whole)
+    return [
+        Series(name, list(map(ratio, run.column(pick), wholes)), color)
+        for name, (pick, color) in parts.items()
+    ]
+
+
 def sampling(run: RunData) -> list[Figure]:
     """Return the charts of the samples, and their age."""
-    groups = [
-        Series(
-            "all right", run.column(lambda row: ratio(row.groups.all_right, row.groups.total)), 3
-        ),
-        Series(
-            "all wrong", run.column(lambda row: ratio(row.groups.all_wrong, row.groups.total)), 4
-        ),
-        Series(
-            "equal otherwise",
-            run.column(lambda row: ratio(row.groups.other_equal, row.groups.total)),
-            6,
-        ),
-        Series(
-            "kept, but below the floor",
-            run.column(lambda row: ratio(row.groups.low_std, row.groups.total)),
-            5,
-        ),
-    ]
+    groups = _shares(
+        run,
+        lambda row: row.groups.total,
+        {
+            "all right": (lambda row: row.groups.all_right, 3),
+            "all wrong": (lambda row: row.groups.all_wrong, 4),
+            "equal otherwise": (lambda row: row.groups.other_equal, 6),
+            "kept, but below the floor": (lambda row: row.groups.low_std, 5),
+        },
+    )
     endings = [
         Series("cut off at the limit", run.column(lambda row: row.rollouts.truncated), 4),
         Series("stopped early", run.column(lambda row: row.rollouts.stopped_early), 5),
         Series("repeated in their group", run.column(lambda row: row.rollouts.repeated), 1),
         Series("failed", phrases.failed_shares(run), 2),
     ]
-    last_turn = [
-        Series(
-            "all right",
-            run.column(lambda row: ratio(row.curriculum.solved, row.curriculum.total)),
-            3,
-        ),
-        Series(
-            "rewards differ",
-            run.column(lambda row: ratio(row.curriculum.between, row.curriculum.total)),
-            1,
-        ),
-        Series(
-            "equal otherwise",
-            run.column(lambda row: ratio(row.curriculum.hopeless, row.curriculum.total)),
-            4,
-        ),
-        Series(
-            "not graded yet",
-            run.column(lambda row: ratio(row.curriculum.unseen, row.curriculum.total)),
-            6,
-        ),
-    ]
+    last_turn = _shares(
+        run,
+        lambda row: row.curriculum.total,
+        {
+            "all right": (lambda row: row.curriculum.solved, 3),
+            "rewards differ": (lambda row: row.curriculum.between, 1),
+            "equal otherwise": (lambda row: row.curriculum.hopeless, 4),
+            "not graded yet": (lambda row: row.curriculum.unseen, 6),
+        },
+    )
     lengths = run.column(lambda row: ratio(row.completion_tokens, row.samples))
     correlation = "Correlation within groups: above 0, longer replies get more reward."
     staleness = "Iterations between a token's policy and the newest one."

@@ -36,7 +36,8 @@ def _ends(run: RunData, pick: Pick) -> tuple[MetricsRow, MetricsRow] | None:
     return None
 
 
-def _value(value: float, is_share: bool) -> str:
+def written(value: float, is_share: bool) -> str:
+    """Write a figure of a metric for people."""
     if is_share:
         return percent(value)
     return compact(value)
@@ -89,15 +90,15 @@ def summary(run: RunData) -> str:
     start, end = (number(pick(row)) or 0.0 for row in ends)
     span = spans[1]
     if span:
-        more = [f"95% interval {_value(span[0], is_share)} to {_value(span[1], is_share)}"]
+        more = [f"95% interval {written(span[0], is_share)} to {written(span[1], is_share)}"]
     else:
         more = []
     more += [how] if how else []
     bounds = f" ({'; '.join(more)})" if more else ""
     judged_by_reward = judged is not None and pick == judged.of and judged.name == "reward"
     return (
-        f"{name} {_verb(start, end, spans)} from {_value(start, is_share)} to "
-        f"{_value(end, is_share)}{bounds} in {within}{time}."
+        f"{name} {_verb(start, end, spans)} from {written(start, is_share)} to "
+        f"{written(end, is_share)}{bounds} in {within}{time}."
         + _best(run, pick, end, is_share)
         + (_other_shares(run, ends) if judged_by_reward else "")
     )
@@ -134,7 +135,7 @@ def _best(run: RunData, pick: Pick, end: float, is_share: bool) -> str:
     scale = max(abs(best), abs(end), 1e-12)
     if best - end <= 0.02 * scale:
         return ""
-    return f" The best was {_value(best, is_share)}, in iteration {iteration}."
+    return f" The best was {written(best, is_share)}, in iteration {iteration}."
 
 
 def tiles(run: RunData) -> list[tuple[str, str]]:
@@ -143,7 +144,7 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     metric = held_out_metric(run)
     ends = None if metric is None else _ends(run, metric.of)
     if metric is not None and ends is not None:
-        start, end = (_value(number(metric.of(row)) or 0.0, metric.is_share) for row in ends)
+        start, end = (written(number(metric.of(row)) or 0.0, metric.is_share) for row in ends)
         found.append((_whose(run, metric.label), f"{start} → {end}"))
     if run.trained:
         found.append(("Iterations", str(len(run.trained))))

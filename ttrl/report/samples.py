@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from ttrl.errors import TtrlError
+from ttrl.facts import number
 from ttrl.monitoring.finding import Examples
 from ttrl.records import Sample
 from ttrl.run_folder.reader import RunData
@@ -158,7 +159,7 @@ class TokenTable:
         known = (
             [None] * len(ids)
             if sample.logprobs is None
-            else [_number(value) for value in sample.logprobs]
+            else [number(value) for value in sample.logprobs]
         )
         trained = self._trained(sample)
         # The pack holds the same tokens in the same order; a truncated pack holds the first of
@@ -172,11 +173,11 @@ class TokenTable:
         from ttrl.data.packing.packed_format import IGNORE_LABEL
 
         found: list[TokenFacts] = []
-        for number in self._samples.get((sample.task_id, sample.sample), []):
-            row = self._table[number].row
+        for sample_number in self._samples.get((sample.task_id, sample.sample), []):
+            row = self._table[sample_number].row
             labels = self._tensors["labels"][row]
             places = (
-                ((self._tensors["sample_ids"][row] == number) & (labels != IGNORE_LABEL))
+                ((self._tensors["sample_ids"][row] == sample_number) & (labels != IGNORE_LABEL))
                 .nonzero()
                 .flatten()
             )
@@ -187,18 +188,12 @@ class TokenTable:
             else:
                 trainer = [math.nan] * len(places)
             found += [
-                TokenFacts(token, _number(sampler), _number(own), advantage, version)
+                TokenFacts(token, number(sampler), number(own), advantage, version)
                 for (token, sampler, advantage, version), own in zip(
                     zip(*columns, strict=True), trainer, strict=True
                 )
             ]
         return found
-
-
-def _number(value: float) -> float | None:
-    if math.isfinite(value):
-        return float(value)
-    return None
 
 
 _MOST_BYTES = 256_000_000  # of a searched file

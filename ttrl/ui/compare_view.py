@@ -73,7 +73,7 @@ def value_named(row: MetricsRow, name: str) -> Figure:
         if isinstance(value, dict):  # a metric's own name may hold dots
             return number(value.get(".".join(parts)))
         value = getattr(value, parts.pop(0), None)
-    return number(value) if is_number(value) else None
+    return number(value)
 
 
 def _metric_names(runs: Sequence[RunData]) -> list[str]:

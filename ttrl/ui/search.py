@@ -7,7 +7,7 @@ and stops after some time or bytes; it says how far it came.
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -248,16 +248,10 @@ def _texts(line: Line) -> Iterator[str]:
     yield line.text
     if line.error:
         yield line.error
-    yield from _said(line.messages)
+    messages = list(map(msgspec.json.decode, line.messages))
     for turn in line.turns or ():
         fields = msgspec.json.decode(turn)
-        messages = fields.get("messages") or []
-        for message in [*messages, fields.get("reply") or {}]:
-            yield text_of(message.get("content"))
-
-
-def _said(messages: Sequence[msgspec.Raw]) -> Iterator[str]:
+        messages += [*(fields.get("messages") or []), fields.get("reply") or {}]
     for message in messages:
-        fields = msgspec.json.decode(message)
-        if isinstance(fields, dict):
-            yield text_of(fields.get("content"))
+        if isinstance(message, dict):
+            yield text_of(message.get("content"))
