@@ -250,7 +250,7 @@ def time(run: RunData) -> list[Figure]:
             run,
             "FLOPs",
             "Computed work: prompts read (without tokens from the prefix cache) and tokens "
-            "written, held-out samples, forward and backward pass, recomputation in the backward "
+            "written, the validation, forward and backward pass, recomputation in the backward "
             "pass, and the earlier passes of policy, reference and reward model.",
             spent,
         ),
