@@ -14,10 +14,11 @@ from ttrl.errors import TtrlError
 from ttrl.facts import Pick, metric, number
 from ttrl.messages import text_of
 from ttrl.monitoring.finding import Finding
+from ttrl.monitoring.progress_line import dead_share
 from ttrl.monitoring.followed_runs import FollowedRun, State, readable
 from ttrl.monitoring.summary import validated
 from ttrl.records import Sample
-from ttrl.report.phrases import dead_shares, is_overfit, summary, written
+from ttrl.report.phrases import is_overfit, summary, written
 from ttrl.report.samples import parsed, stamp_of
 from ttrl.run_folder.reader import (
     RunData,
@@ -124,6 +125,7 @@ _OTHERS: tuple[tuple[str, Pick, bool], ...] = (
     ("entropy", lambda row: row.train.entropy, False),
     ("gradient norm", lambda row: row.train.grad_norm, False),
     ("tokens/s", lambda row: row.tokens_per_second, False),
+    ("dead time", dead_share, True),
     ("cut off", lambda row: row.rollouts.truncated, True),
     ("|Δ logprob| p99.9", lambda row: row.compared.p999, False),
 )
@@ -168,27 +170,19 @@ def run_line(run: FollowedRun) -> RunLine:
     if judged is not None:
         values = data.column(judged.of)
         label = judged.label
-        held_out = _newest(values)
+        held_out = Curve(label, values).newest
     return RunLine(
         name=run.name,
         state=run.state(),
         model=Path(model_name(data)).name,
         done=[0, *data.iterations][-1],
         total=_planned(data),
-        reward=_newest(rewards[-20:]),
+        reward=Curve("reward", rewards[-20:]).newest,
         held_out=held_out,
         metric=label,
         values=values,
         serious=sum(one.severity != "note" for one in run.findings()),
     )
-
-
-def _newest(values: Sequence[float | None]) -> str:
-    """Write the newest known value; "" without one."""
-    known = present(values)
-    if known:
-        return compact(known[-1])
-    return ""
 
 
 def _planned(run: RunData) -> int | None:
@@ -213,7 +207,6 @@ def _main(run: RunData) -> list[Curve]:
 
 def _others(run: RunData) -> list[Curve]:
     curves = [Curve(name, run.column(pick), is_share) for name, pick, is_share in _OTHERS]
-    curves.insert(5, Curve("dead time", dead_shares(run), is_share=True))
     return [one for one in curves if present(one.values)]
 
 

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from ttrl.facts import Pick, held_out, metric, number, ratio
 from ttrl.monitoring.drift import limits
+from ttrl.monitoring.progress_line import dead_share
 from ttrl.report import phrases
 from ttrl.report.charts import Series, line_chart, sparkline, stacked_bars
 from ttrl.run_folder.reader import (
@@ -49,13 +50,16 @@ def _lines(
     chart = line_chart(title, run.iterations, known, **options)
     if chart is None:
         return []
-    if len(known) > 1 or band:
-        keys = [(f"f{one.color}", one.name) for one in known]
-    else:
-        keys = []
-    return [
-        Figure(title, caption, chart, [*keys, (f"band f{known[0].color}", band)] if band else keys)
-    ]
+    return [Figure(title, caption, chart, _legend(known, band))]
+
+
+def _legend(series: Sequence[Series], band: str = "") -> list[tuple[str, str]]:
+    keys = [(f"f{one.color}", one.name) for one in series]
+    if band:
+        return [*keys, (f"band f{series[0].color}", band)]
+    if len(keys) > 1:
+        return keys
+    return []
 
 
 def _line(run: RunData, title: str, pick: Pick, caption: str, **options: Any) -> list[Figure]:
@@ -75,11 +79,7 @@ def _bars(
         means = f" Each bar is the mean of {together} iterations."
     else:
         means = ""
-    if len(known) > 1:
-        keys = [(f"f{one.color}", one.name) for one in known]
-    else:
-        keys = []
-    return [Figure(title, caption + means, chart, keys)]
+    return [Figure(title, caption + means, chart, _legend(known))]
 
 
 def learning(run: RunData) -> list[Figure]:
@@ -210,7 +210,7 @@ def time(run: RunData) -> list[Figure]:
             run,
             "Dead time",
             "Share of an iteration without sampling or training.",
-            [Series("dead time", phrases.dead_shares(run), 4)],
+            [Series("dead time", run.column(dead_share), 4)],
             percent=True,
             y_range=(0.0, 1.0),
         ),

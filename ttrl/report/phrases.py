@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ttrl.facts import MetricsRow, Pick, held_out, metric, number, ratio
 from ttrl.monitoring.findings import findings
-from ttrl.monitoring.progress_line import dead_share
 from ttrl.monitoring.summary import overfits, summary_lines, validated
 from ttrl.run_folder.reader import (
     PHASES,
@@ -172,13 +171,6 @@ def failed_shares(run: RunData) -> list[float | None]:
     if any(row.failed for row in run.rows):
         return run.column(lambda row: ratio(row.failed, row.samples))
     return [None] * len(run.rows)
-
-
-def dead_shares(run: RunData) -> list[float | None]:
-    """Return each iteration's share of time with neither sampling nor training; None if not
-    measured.
-    """
-    return run.column(dead_share)
 
 
 def utilisation(run: RunData) -> list[float | None]:
