@@ -29,15 +29,7 @@ def draw_response(found: Mapping[str, Any]) -> Figure:
     x = [one["eta"] / found["lr"] for one in sweep]
     figure = Figure(figsize=(7, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    above.errorbar(
-        x,
-        [one["measured"] for one in sweep],
-        [one["error"] for one in sweep],
-        fmt="o",
-        label="measured",
-    )
-    above.plot(x, [one["first"] for one in sweep], label="first order")
-    above.plot(x, [one["first"] + one["second"] for one in sweep], "--", label="with second order")
+    _draw_orders(above, x, sweep, ("-", "--"))
     above.set(
         ylabel="change of entropy, nats", title=f"step {found['global_step']}: H(θ + ηv) − H(θ)"
     )
@@ -55,6 +47,18 @@ def draw_response(found: Mapping[str, Any]) -> Figure:
         )
     above.legend()
     return figure
+
+
+def _draw_orders(
+    axes: Axes, x: Sequence[float], rows: Sequence[Mapping[str, Any]], styles: tuple[str, str]
+) -> None:
+    """Draw measurements with their errors, and the predictions of both orders in these styles."""
+    measured = [one["measured"] for one in rows]
+    axes.errorbar(x, measured, [one["error"] for one in rows], fmt="o", label="measured")
+    first, second = styles
+    axes.plot(x, [one["first"] for one in rows], first, markersize=12, label="first order")
+    both = [one["first"] + one["second"] for one in rows]
+    axes.plot(x, both, second, label="with second order")
 
 
 def draw_position(by_position: Sequence[float]) -> Figure:
@@ -128,15 +132,7 @@ def draw_steps(found: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     above.axhline(0, color="grey", linewidth=0.6)
-    above.errorbar(
-        x,
-        [one["measured"] for one in steps],
-        [one["error"] for one in steps],
-        fmt="o",
-        label="measured",
-    )
-    above.plot(x, [one["first"] for one in steps], "_", markersize=12, label="first order")
-    above.plot(x, [one["first"] + one["second"] for one in steps], "x", label="with second order")
+    _draw_orders(above, x, steps, ("_", "x"))
     seen = [one["measured"] + side * one["error"] for one in steps for side in (-1, 1)] + [
         one["first"] for one in steps
     ]

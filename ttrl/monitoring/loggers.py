@@ -143,13 +143,10 @@ def make_loggers(
     for number, entry in enumerate(entries):
         try:
             name, arguments = normalised(entry)
-            names = {known for known, _ in made}
-            made.append(
-                (
-                    name if name not in names else f"{name} {number}",
-                    _make(name, arguments, run),
-                )
-            )
+            one = _make(name, arguments, run)
+            if name in dict(made):
+                name = f"{name} {number}"
+            made.append((name, one))
         except (ValueError, ConfigError) as error:
             problems.append(str(error))
         except Exception as error:  # noqa: BLE001 - the constructor of any class
@@ -157,10 +154,11 @@ def make_loggers(
                 f"loggers: {without_secrets(entry)!r} cannot be made: {type(error).__name__}: "
                 f"{error}"
             )
+    loggers = Loggers(made, folder / "logs" / STATE_FILE)
     if problems:
-        Loggers(made, folder / "logs" / STATE_FILE).close()
+        loggers.close()
         raise ConfigError("TrainConfig", problems)
-    return Loggers(made, folder / "logs" / STATE_FILE)
+    return loggers
 
 
 def _make(name: str, arguments: Mapping[str, Any], run: LoggedRun) -> MetricLogger:
