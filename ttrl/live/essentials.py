@@ -14,8 +14,8 @@ from ttrl.errors import TtrlError
 from ttrl.facts import Pick, metric, number
 from ttrl.messages import text_of
 from ttrl.monitoring.finding import Finding
-from ttrl.monitoring.progress_line import dead_share
 from ttrl.monitoring.followed_runs import FollowedRun, State, readable
+from ttrl.monitoring.progress_line import dead_share
 from ttrl.monitoring.summary import validated
 from ttrl.records import Sample
 from ttrl.report.phrases import is_overfit, summary, written
