@@ -765,6 +765,7 @@ def test_the_key_of_joined_servers(monkeypatch):
         ({"servers": 0}, "no server would sample"),
         ({"joined_servers": ["10.0.0.7:8000"]}, "is not an address such as"),
         ({"joined_servers": ["http://h:80x"]}, "is not an address such as"),
+        ({"joined_servers": ["http://["]}, "'http://[' is not an address such as"),
         ({"joined_servers": ["http://user:secret@h:1"]}, "put keys into TTRL_SERVER_KEY"),
         ({"joined_servers": ["http://h:1", "http://h:1/v1"]}, "names a server twice"),
     ],

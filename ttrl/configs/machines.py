@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from ttrl.errors import ConfigError
 
@@ -17,8 +17,8 @@ def server_address_problems(urls: Sequence[str]) -> list[str]:
     """Return the mistakes in the addresses of joined servers, one line each."""
     found = []
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not _has_valid_port(url):
+        parts = _server_parts(url)
+        if parts is None:
             found.append(
                 f"joined_servers: {url!r} is not an address such as 'http://10.0.0.7:8000'"
             )
@@ -68,11 +68,14 @@ def server_keys(urls: Sequence[str]) -> dict[str, str]:
     return dict.fromkeys(urls, key)
 
 
-def _has_valid_port(url: str) -> bool:
+def _server_parts(url: str) -> SplitResult | None:
+    """Return the parts of a server's address; None if it is none."""
     try:
-        return urlsplit(url).port != 0
-    except ValueError:
-        return False
+        parts = urlsplit(url)
+        is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of brackets and ports
+        return None
+    return parts if is_server else None
 
 
 def _without_path(url: str) -> str:

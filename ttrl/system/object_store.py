@@ -161,6 +161,13 @@ class Store:
             raise UserError(f"{what}'s address is empty or not text; give {KNOWN}")
         self.shown = redact(text)
         scheme, separator, rest = text.partition("://")
+        if separator:
+            try:
+                urlsplit(text)
+            except ValueError as error:
+                raise UserError(
+                    f"{what} cannot be at {self.shown!r}: {error}; use {KNOWN}"
+                ) from error
         if isinstance(address, os.PathLike) or (
             not separator and text.partition(":")[0] not in (*CLOUD_SCHEMES, "memory")
         ):

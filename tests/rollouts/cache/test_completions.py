@@ -259,6 +259,7 @@ def test_none_and_caches_pass_through() -> None:
         ),
         ("s3:bucket", "cannot be at"),
         ("memory:", "cannot be at"),
+        ("s3://[", "cannot be at"),
         ("s3://", "a cache cannot be at 's3://'"),
         ("az://container/x", "AZURE_STORAGE_ACCOUNT_NAME"),
         ("file://host/folder", "three slashes"),

@@ -371,6 +371,7 @@ def test_one_endpoint_in_several_loops(kit):
         ("localhost:8000", "base URL such as"),
         ("ftp://x/v1", "base URL such as"),
         ("", "base URL such as"),
+        ("http://[", "base URL such as"),
         ("http://user:password@host/v1", "credentials"),
         ("http://host/v1?key=password", "credentials"),
         (None, "a NoneType"),

@@ -85,7 +85,12 @@ def transport_for(client: AsyncOpenAI | str | Endpoint) -> Transport:
 
 
 def _checked_url(client: str) -> str:
-    parts = urlsplit(client.strip())
+    try:
+        parts = urlsplit(client.strip())
+    except ValueError as error:
+        raise UserError(
+            f"client is {client!r}: {error}; give a base URL such as 'http://127.0.0.1:8000/v1'"
+        ) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(
             f"client is {client!r}; give an AsyncOpenAI client, or a base URL such as "
