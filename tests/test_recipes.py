@@ -194,7 +194,7 @@ def test_tasks_and_settings(
     if has_model:
         if name not in ("spelling", "gsm8k"):
             return  # two of them are enough
-        run(name, monkeypatch, *arguments, "--tiny")
+        run(name, monkeypatch, *arguments[:-2], "--tiny")
         assert capsys.readouterr().out.startswith("2 tasks")
 
 
@@ -261,6 +261,28 @@ def test_a_try_out_trains_and_says_what_came_of_it(
         and all(0 <= reward < 1 for reward in rewards)
     )
     assert validation_tasks[0].grader(choice(validation_tasks[0].grader.reference()))[0] == 1.0
+
+
+@pytest.mark.parametrize("model", [["--model", "m"], ["--set", "model=m"]])
+def test_a_try_out_takes_no_model(model: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--tiny makes a model of its own; leave it out, or"):
+        run("spelling", monkeypatch, "--tiny", *model)
+
+
+def test_options_prevail_over_a_try_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    """Also with the recipe's own number of iterations."""
+    arguments = ["--tiny", "--run", str(tmp_path)]
+    usual = re.search(r"iterations=(\d+)", (ROOT / "recipes" / "spelling.py").read_text())[1]
+    run("spelling", monkeypatch, *arguments)
+    run("spelling", monkeypatch, *arguments, "--iterations", usual, "--nproc-per-node", "2")
+    run("spelling", monkeypatch, *arguments, "--overfit", "5", "--set", "validate_every=3")
+    (plain, *_), (longer, *_), (overfit, tasks, _) = trained
+    assert (plain.iterations, plain.nproc_per_node, plain.tasks_per_iteration) == (1, 1, 2)
+    assert (longer.iterations, longer.nproc_per_node) == (int(usual), 2)
+    assert (overfit.overfit, overfit.tasks_per_iteration, len(tasks)) == (5, 5, 5)
+    assert overfit.validate_every == 3
 
 
 def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,6 +564,11 @@ def test_overfit_is_a_setting_with_a_shortcut(
             ["--cluster", "auto"],
             "cluster=h:1",
             "--cluster is auto, but --set sets cluster=h:1; leave one out",
+        ),
+        (
+            ["--weight-sync", "auto"],
+            "weight_sync=reload",
+            "--weight-sync is auto, but --set sets weight_sync=reload; leave one out",
         ),
         ([], "seed=3", "--set seed=3: write --seed instead, because the recipe uses it, too"),
         (["--model", "tiny"], "model=m", "--model is tiny, but --set sets model=m; leave one out"),

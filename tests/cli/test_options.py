@@ -65,6 +65,7 @@ def test_options_of_recipes_are_settings_of_the_run():
         "data",
         "tiny",
         "set",
+        "given",  # the options on the command line
         "own_set",  # without a preset's
         "task_seed",
         "check",

@@ -91,6 +91,12 @@ def test_the_quickstart_falls_back_to_the_tiny_model(tmp_path: Path) -> None:
     assert "4096 tasks" in done.stdout
 
 
+@pytest.mark.parametrize("model", [["--model", "m"], ["--seed", "1", "--set", "lr=1", "model=m"]])
+def test_the_tiny_quickstart_takes_no_model(model: list[str], capsys) -> None:
+    assert cli.main(["quickstart", "--tiny", *model]) == 2
+    assert "--tiny makes a model of its own" in capsys.readouterr().err
+
+
 def test_the_quickstart_passes_options_and_failures_on(tmp_path: Path) -> None:
     """With a model in the cache, it is the recipe of the chat model."""
     model = tmp_path / "cache" / "ttrl" / "models" / "smollm2-135m"

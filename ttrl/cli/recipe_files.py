@@ -149,7 +149,11 @@ def add_quickstart(parser: argparse.ArgumentParser) -> None:
 
 def run_quickstart(arguments: argparse.Namespace) -> NoReturn:
     """Become the recipe of the quickstart, or of the tiny one."""
-    if arguments.tiny:
+    if _names_model(arguments.others):
+        if arguments.tiny:
+            raise UserError("--tiny makes a model of its own; leave it out, or the model")
+        name = "structured_output"
+    elif arguments.tiny:
         name = "sort_letters"
     else:
         name = _quickstart_recipe()
@@ -157,6 +161,15 @@ def run_quickstart(arguments: argparse.Namespace) -> NoReturn:
     if name not in known:
         raise UserError(f"the recipe {name} is not installed; install ttrl again")
     become(known[name], arguments.others)
+
+
+def _names_model(options: Sequence[str]) -> bool:
+    """Tell whether options of a recipe choose a model."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--model")
+    parser.add_argument("--set", nargs="*", action="extend", default=[])
+    given, _ = parser.parse_known_args(options)
+    return given.model is not None or any(text.startswith("model=") for text in given.set)
 
 
 def _quickstart_recipe() -> str:

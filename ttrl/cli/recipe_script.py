@@ -78,7 +78,8 @@ def script_arguments(
     by options and --set; `options` adds more. argv: its arguments, if not those of this process.
     Raises ConfigError if --set contradicts another option.
 
-    `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`.
+    `run` of the result is absolute; for a recipe with a model not its own, the result has `tiny`;
+    `given` names the options of settings that are on the command line.
     `task_seed` is for the training tasks: the seed, or with `overfit` 0, so that all seeds train on
     the same ones.
 
@@ -152,15 +153,15 @@ def script_arguments(
     )
     if options is not None:
         options(parser)
-    arguments = parser.parse_args(argv)
-    problems = _contradictions(arguments, parser)
+    arguments = _parsed(parser, argv)
+    problems = _contradictions(arguments)
     if problems:
         raise ConfigError("arguments", problems)
     if model is not None:
         _take_model(arguments)
     _take_overfit(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
-    implied = _take_preset(arguments, parser, chosen)
+    implied = _take_preset(arguments, chosen)
     # Seeds of a sweep are compared on their training tasks, so these must be the same.
     arguments.task_seed = arguments.seed if arguments.overfit is None else 0
     implied += [
@@ -186,13 +187,28 @@ def recipe_config(arguments: argparse.Namespace, **settings: Any) -> TrainConfig
     return TrainConfig(run=str(arguments.run), **(given | settings))
 
 
-def _contradictions(
-    arguments: argparse.Namespace,
-    parser: argparse.ArgumentParser,
-) -> list[str]:
-    """Return contradictions between --set and other options, and misspelled names in --set."""
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed arguments. `given`: the options of settings on the command line, also those
+    with their default values.
+    """
+    defaults = {name: parser.get_default(name) for name in _ALSO_OPTIONS}
+    filled = {name: value for name, value in defaults.items() if value is not None}
+    # argparse gives no default to an attribute that is there already.
+    arguments = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(filled)))
+    arguments.given = {name for name in defaults if getattr(arguments, name, None) is not None}
+    for name in filled.keys() - arguments.given:
+        setattr(arguments, name, filled[name])
+    return arguments
+
+
+def _contradictions(arguments: argparse.Namespace) -> list[str]:
+    """Return contradictions between --set, --tiny and other options, and misspelled names in
+    --set.
+    """
     given, misspelled = settings_in(arguments.set)
     found = []
+    if getattr(arguments, "tiny", False) and ("model" in arguments.given or "model" in given):
+        found.append("--tiny makes a model of its own; leave it out, or the model")
     for name in given.keys() & vars(arguments).keys():
         own = getattr(arguments, name)
         option = f"--{name.replace('_', '-')}"
@@ -203,7 +219,7 @@ def _contradictions(
             found.append(
                 f"--set {_written(name, given[name])}: write {option} instead, because {why}"
             )
-        elif name in _ALSO_OPTIONS and own != parser.get_default(name):
+        elif name in arguments.given:
             both = f"{option} is {own}, but --set sets {_written(name, given[name])}"
             found.append(f"{both}; leave one out")
     if not found:
@@ -211,17 +227,15 @@ def _contradictions(
     return [*sorted(found), *misspelled]
 
 
-def _take_preset(
-    arguments: argparse.Namespace, parser: argparse.ArgumentParser, chosen: Mapping[str, Any]
-) -> list[str]:
+def _take_preset(arguments: argparse.Namespace, chosen: Mapping[str, Any]) -> list[str]:
     """Take a preset's options, unless the command line has its own; return its settings, as for
     --set.
     """
     others = dict(chosen)
-    for name in (*_ALSO_OPTIONS, "overfit"):
+    for name in _ALSO_OPTIONS:
         if name in others and hasattr(arguments, name):
             value = others.pop(name)
-            if getattr(arguments, name) == parser.get_default(name):
+            if name not in arguments.given:
                 setattr(arguments, name, value)
     return [f"{name}={json.dumps(value)}" for name, value in others.items()]
 
@@ -240,6 +254,7 @@ def _take_overfit(arguments: argparse.Namespace) -> None:
     if type(given) is not int:
         return  # a wrong value is reported with all other problems
     arguments.overfit = given
+    arguments.given.add("overfit")
     arguments.set = [text for text in arguments.set if text.partition("=")[0] != "overfit"]
 
 
@@ -362,7 +377,8 @@ def run_recipe(
     start: makes the first model, such as by a supervised warm start, and returns its folder. It is
     called once all else is checked, unless `--set model=…` or --tiny give another model.
 
-    With --check, only check; with --tiny, try the recipe out. Raises the errors of `train`.
+    With --check, only check; with --tiny, try the recipe out (other options prevail over its
+    settings, and a model is refused). Raises the errors of `train`.
 
         def task(number: int) -> Task:
             question = f"What is {number} + 1? Answer with the number."
@@ -381,13 +397,8 @@ def run_recipe(
     own_model = config.model
     config, problems = with_settings(config, getattr(arguments, "set", ()))
     if getattr(arguments, "tiny", False):
-        config, tasks, validation_tasks = _tiny(
-            config, tasks, validation_tasks, make=not arguments.check
-        )
+        config, tasks, validation_tasks = _tiny(arguments, config, tasks, validation_tasks)
         config, _ = with_settings(config, arguments.own_set)
-        if config.overfit is not None:
-            count = min(config.overfit, len(tasks))
-            config = dataclasses.replace(config, **_overfit_settings(count))
     if config.overfit is not None:
         what = f"{what} on the {config.overfit} training tasks"
     asked: PlanOptions | None = arguments.plan
@@ -469,15 +480,16 @@ def _prompt_size(task: Task) -> int:
 
 
 def _tiny(
-    config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task], *, make: bool
+    arguments: argparse.Namespace,
+    config: TrainConfig,
+    tasks: Sequence[Task],
+    validation_tasks: Sequence[Task],
 ) -> tuple[TrainConfig, list[Task], list[Task]]:
-    """Shrink the recipe; a byte is a token of the tiny model, so the shortest tasks are taken."""
-
-    def shortest(some: Sequence[Task]) -> list[Task]:
-        return sorted(some, key=_prompt_size)[:_TINY_TASKS]
-
+    """Shrink the recipe; options of the command line prevail. A byte is a token of the tiny model,
+    so the shortest tasks are taken.
+    """
     folder = Path(config.run) / "tiny_model"
-    if make and not (folder / "config.json").exists():
+    if not arguments.check and not (folder / "config.json").exists():
         make_tiny_model(
             folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT
         )
@@ -487,19 +499,27 @@ def _tiny(
         if name not in _OF_LARGE_MACHINES
     }
     training["rows_per_microbatch"] = 1
-    config = dataclasses.replace(
-        config,
-        tasks_per_iteration=_TINY_TASKS,
-        samples_per_task=4,
-        max_tokens=_TINY_TOKENS,
-        seq_len=_TINY_CONTEXT,
-        model=str(folder),
-        iterations=min(config.iterations, 1),
-        training=training,
-        nproc_per_node=1,
-        server={},
-    )
-    return config, [_graded_by_chance(task) for task in shortest(tasks)], shortest(validation_tasks)
+    count = _TINY_TASKS
+    if "overfit" in arguments.given and config.overfit is not None:
+        count = config.overfit
+    small: dict[str, Any] = {
+        "tasks_per_iteration": count,
+        "samples_per_task": 4,
+        "max_tokens": _TINY_TOKENS,
+        "seq_len": _TINY_CONTEXT,
+        "model": str(folder),
+        "iterations": min(config.iterations, 1),
+        "training": training,
+        "nproc_per_node": 1,
+        "server": {},
+    }
+    if config.overfit is not None:
+        small |= _overfit_settings(count)
+    small |= {name: getattr(config, name) for name in small.keys() & arguments.given}
+    few = sorted(tasks, key=_prompt_size)[:count]
+    held_out = sorted(validation_tasks, key=_prompt_size)[:_TINY_TASKS]
+    made = dataclasses.replace(config, **small)
+    return made, [_graded_by_chance(task) for task in few], held_out
 
 
 def _graded_by_chance(task: Task) -> Task:
