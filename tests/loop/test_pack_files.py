@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from support.world import World
 from transformers import AutoTokenizer
 
@@ -82,8 +83,9 @@ def test_several_files_are_one_batch(world: World, rollouts: Path) -> None:
     """Two groups of the same task in two files stay two groups."""
     copy = world.folder / "more.jsonl"
     shutil.copy(rollouts, copy)
-    assert len(read_rollouts([rollouts, copy])) == 8
-    made = pack_files([rollouts, copy], world.config(), world.folder / "both.safetensors")
+    assert len(read_rollouts(rollouts)) == len(read_rollouts(copy)) == 4
+    config = world.config(temperature=1.0)
+    made = pack_files([rollouts, copy], config, world.folder / "both.safetensors")
     assert made.facts.groups.kept == 6 and made.samples == 24
 
 
@@ -147,3 +149,34 @@ def test_rollouts_without_a_signal_are_told_by_their_reasons(world: World) -> No
     rollouts = world.run / "iterations" / "0001" / "rollouts.jsonl"
     with pytest.raises(UserError, match=r"2 without a signal \(1 all right, 1 all wrong\)"):
         pack_files([rollouts], world.config(), world.folder / "packed.safetensors")
+
+
+def recorded_temperature(rollouts: Path, value: float) -> None:
+    """Make it the temperature of the run that wrote them."""
+    file = rollouts.parents[2] / "config.yaml"
+    values = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**values, "temperature": value}))
+
+
+def test_a_run_states_the_temperature_of_its_rollouts(world: World, rollouts: Path, capsys) -> None:
+    recorded_temperature(rollouts, 0.7)
+    packed_by_the_command(world, rollouts)
+    assert "temperature=0.7" in capsys.readouterr().out
+
+
+def test_a_pack_has_one_known_temperature(world: World, rollouts: Path) -> None:
+    """Each file with its samples is named, as is the settings' own value."""
+    other = world.folder / "other" / "iterations" / "0001" / "rollouts.jsonl"
+    shutil.copytree(world.run, other.parents[2])
+    recorded_temperature(other, 0.7)
+    copy = world.folder / "more.jsonl"
+    shutil.copy(rollouts, copy)
+    out = world.folder / "packed.safetensors"
+    unknown = f"temperature 16 samples in {copy} were sampled.* --set temperature=1"
+    with pytest.raises(UserError, match=unknown):
+        pack_files([rollouts, copy], world.config(), out)
+    several = f"1 for 16 samples in {rollouts}; 0.7 for 16 samples in {other}"
+    with pytest.raises(UserError, match=several):
+        pack_files([rollouts, other], world.config(), out)
+    with pytest.raises(UserError, match=f"0.7 for 16 samples in {other}; 1 for --set or --config"):
+        pack_files([other], world.config(temperature=1.0), out)

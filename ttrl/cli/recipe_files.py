@@ -226,7 +226,7 @@ def run_pack(arguments: argparse.Namespace) -> int:
     print(harmless("\n".join(made.lines())))
     command = ["tune", "run", "ttrl/grpo_recipe", "--config", "CONFIG.yaml"]
     command += [f"model={arguments.model}", f"packed={arguments.out}", "output_dir=FOLDER"]
-    if config.temperature != 1.0:
-        command.append(f"temperature={config.temperature}")
+    if made.temperature != 1.0:
+        command.append(f"temperature={made.temperature}")
     print(f"Next: {shlex.join(command)}")
     return 0

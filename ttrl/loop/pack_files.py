@@ -1,6 +1,6 @@
 """Pack files of rollouts without a run, by the loop's own pack phase: `ttrl pack`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from ttrl.loop.pack_phase import packed_groups
 from ttrl.loop.train import local_model
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults
+from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
-from ttrl.text import percent
+from ttrl.text import counted, percent
 
 _COMPARED = 100
 """The most prompts to compare with the chat template's: each takes milliseconds."""
@@ -46,6 +47,8 @@ class PackedRollouts:
     prompts: PromptCheck
     digest: str | None
     """SHA-256 of the model's tokenizer.json; None without one."""
+    temperature: float
+    """Of all samples."""
 
     def lines(self) -> list[str]:
         """Return the facts in words, a line each."""
@@ -88,48 +91,95 @@ class PackedRollouts:
         )
 
 
-def read_rollouts(files: Sequence[Path]) -> list[TaskResult]:
-    """Read the groups of files in the form of rollouts.jsonl. Raises UserError, naming file and
-    line."""
-    groups: list[TaskResult] = []
-    for file in files:
-        if not file.is_file():
-            raise UserError(
-                f"{file} is no file; give rollouts.jsonl of a run's iteration, or the lines of "
-                "TaskResults.to_jsonl_lines()"
-            )
+def read_rollouts(file: Path) -> TaskResults:
+    """Read the groups of a file in the form of rollouts.jsonl. Raises UserError, naming file and
+    line.
+    """
+    if not file.is_file():
+        raise UserError(
+            f"{file} is no file; give rollouts.jsonl of a run's iteration, or the lines of "
+            "TaskResults.to_jsonl_lines()"
+        )
+    try:
+        rows = read_jsonl(file, appended=False)
+    except ValueError as error:
+        raise UserError(f"{error}; the file is damaged or of another kind") from error
+    samples = []
+    for number, row in enumerate(rows, 1):
         try:
-            rows = read_jsonl(file, appended=False)
-        except ValueError as error:
-            raise UserError(f"{error}; the file is damaged or of another kind") from error
-        samples = []
-        for number, row in enumerate(rows, 1):
-            try:
-                samples.append(Sample.from_json(row))
-            except (AttributeError, KeyError, TypeError) as error:
-                said = f"{type(error).__name__}: {error}"
-                raise UserError(
-                    f"{file}, sample {number}: this is no sample ({said}); each line needs at "
-                    "least task_id, sample, messages and reward"
-                ) from error
-        groups += TaskResults.from_samples(samples)
-    return groups
+            samples.append(Sample.from_json(row))
+        except (AttributeError, KeyError, TypeError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"{file}, sample {number}: this is no sample ({said}); each line needs at least "
+                "task_id, sample, messages and reward"
+            ) from error
+    return TaskResults.from_samples(samples)
+
+
+def _temperature(samples: Mapping[Path, int], stated: float | None) -> float:
+    """Return the sampling temperature of all files: that of their runs, or else the stated one.
+    Raises UserError if it is unknown, or not the same for all.
+
+    samples: the number of samples in each file.
+    """
+    places: dict[float, list[str]] = {}
+    unknown = []
+    for file, count in samples.items():
+        place = f"{counted(count, 'sample')} in {file}"
+        temperature = _recorded_temperature(file)
+        if temperature is None:
+            temperature = stated
+        if temperature is None:
+            unknown.append(place)
+        else:
+            places.setdefault(temperature, []).append(place)
+    if unknown:
+        raise UserError(
+            f"nothing says at which temperature {' and '.join(unknown)} were sampled, and the "
+            "trainer needs it; add it: --set temperature=1"
+        )
+    if stated is not None and stated not in places:
+        places[stated] = ["--set or --config"]
+    if len(places) > 1:
+        told = "; ".join(f"{value:g} for {' and '.join(at)}" for value, at in places.items())
+        raise UserError(
+            f"the trainer needs one sampling temperature, and there are several: {told}. Pack "
+            "files of each temperature apart, and leave --set temperature out for files of a run"
+        )
+    return next(iter(places))
+
+
+def _recorded_temperature(file: Path) -> float | None:
+    """Return the temperature in the settings of the run with this rollouts.jsonl; None if it is no
+    run's.
+    """
+    folders = file.absolute().parents
+    if file.name != "rollouts.jsonl" or len(folders) < 3 or folders[1].name != "iterations":
+        return None
+    return RunFolder(folders[2]).config().get("temperature")
 
 
 def pack_files(files: Sequence[Path], config: TrainConfig, out: Path) -> PackedRollouts:
     """Pack rollouts for `tune run ttrl/grpo_recipe`, by the settings of a run: advantages, rows,
     aggregation. `config.model` is the sampling model.
 
-    Raises UserError if the files hold no samples, no group has a signal, or another model sampled
-    them.
+    Raises UserError if the files hold no samples, no group has a signal, another model sampled
+    them, or they have no single known temperature.
     """
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no folder; create it, or write elsewhere with --out")
     if any(file.exists() and out.exists() and file.samefile(out) for file in files):
         raise UserError(f"--out is {out}, one of the rollouts; give the pack a name of its own")
-    groups = read_rollouts(files)
+    groups: list[TaskResult] = []
+    samples: dict[Path, int] = {}
+    for file in files:
+        read = read_rollouts(file)
+        groups += read
+        samples[file] = sum(len(group.samples) for group in read)
     if not groups:
         raise UserError(f"{', '.join(map(str, files))}: no samples; sample first")
+    temperature = _temperature(samples, config.given().get("temperature"))
     model = local_model(config.model, chat_template=False)
     from transformers import AutoTokenizer
 
@@ -154,6 +204,7 @@ def pack_files(files: Sequence[Path], config: TrainConfig, out: Path) -> PackedR
         saved=packed.num_saved,
         prompts=prompts,
         digest=packed.metadata.get("tokenizer"),
+        temperature=temperature,
     )
 
 
