@@ -102,6 +102,25 @@ def test_every_mistake_of_a_file_at_once(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["plan", "--tasks", "broken.py"]])
+def test_faults_of_settings_and_of_tasks_come_together(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    own = "tasks: broken.py\nvalidation_tasks: 7\n"
+    (tmp_path / "mine.yaml").write_text(f"model: tiny\niterations: 0\n{own}")
+    assert cli.main([command[0], "mine.yaml", *command[1:], "--set", "zzz=1"]) == 2
+    said = capsys.readouterr().err
+    for text in ("iterations is 0", "a setting 'zzz'", "No module named 'nothing_of_this_name'"):
+        assert said.count(text) == 1, said
+    assert said.count("validation_tasks is 7") == ("--tasks" not in command)
+    assert "there are no tasks" not in said
+
+
 @pytest.mark.parametrize(
     ("what", "text"),
     [

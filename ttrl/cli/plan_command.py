@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ttrl.errors import UserError
+from ttrl.errors import ConfigError, UserError, complaints
 
 if TYPE_CHECKING:
     from ttrl.configs.run import TrainConfig
@@ -148,12 +148,18 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from ttrl.tasks.reference import load_tasks
 
     own = arguments.tasks is None
-    if Path(arguments.config).exists() or arguments.config.endswith((".yaml", ".yml", ".json")):
-        given = {"elsewhere": arguments.gpu is not None, "with_tasks": own}
-        asked = read_planned(Path(arguments.config), arguments.set, **given)
-    else:
-        _check_name(arguments.config)
-        asked = Planned(model_run(arguments.config, arguments.set))
+    try:
+        if Path(arguments.config).exists() or arguments.config.endswith((".yaml", ".yml", ".json")):
+            given = {"elsewhere": arguments.gpu is not None, "with_tasks": own}
+            asked = read_planned(Path(arguments.config), arguments.set, **given)
+        else:
+            _check_name(arguments.config)
+            asked = Planned(model_run(arguments.config, arguments.set))
+    except ConfigError as error:
+        if own:
+            raise
+        of_tasks = complaints(lambda: load_tasks(arguments.tasks, 1, split="train"))
+        raise ConfigError(error.where, error.problems + of_tasks) from error
     if not own:
         count = asked.config.tasks_per_iteration * asked.config.iterations
         tasks = load_tasks(arguments.tasks, count, split="train")

@@ -355,7 +355,7 @@ def mistakes_together(arguments: argparse.Namespace, config: TrainConfig) -> Ite
         yield
     except TaskError as error:
         config, problems = with_settings(config, arguments.set)
-        checked(config, (), (), model=_is_to_be_had(arguments), problems=problems, error=error)
+        checked(config, (), (), model=_is_to_be_had(arguments), problems=problems, errors=[error])
 
 
 def _is_to_be_had(arguments: argparse.Namespace) -> bool:

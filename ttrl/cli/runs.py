@@ -102,9 +102,9 @@ def _train_by_settings(file: Path, options: list[str], train: Callable[..., obje
     from ttrl.loop import start
     from ttrl.loop.checks import checked
 
-    config, tasks, validation_tasks, problems = read_run(file, given.set)
-    if given.check or problems:
-        checked(config, tasks, validation_tasks, problems=problems)
+    config, tasks, validation_tasks, problems, errors = read_run(file, given.set)
+    if given.check or problems or errors:
+        checked(config, tasks, validation_tasks, problems=problems, errors=errors)
         print(f"{len(tasks)} tasks, {len(validation_tasks)} held out; the settings are right")
         return 0
     (train or start.train)(config, tasks, validation_tasks)

@@ -75,13 +75,14 @@ def read_planned(
         return Planned(model_run(str(path), settings))
     file = path / "config.yaml" if path.is_dir() else path
     values = _read_mapping(file)
-    changes = _known(settings)
     if not values.keys() & {"iterations", "tasks_per_iteration", "tasks"}:
+        changes = _known(settings)
         if not values.keys() & _OF_RECIPE:
             raise UserError(
                 f"{file} has no setting of a run or of a recipe; `ttrl config` lists them"
             )
         return Planned(_of_recipe({**_promised(file), **values, **changes}, file), recipe_only=True)
+    changes, problems = settings_in(settings)
     named = {key: values.pop(key, None) for key in _SPLITS}
     if (file.parent / "iterations").is_dir():
         run = file.parent
@@ -89,12 +90,17 @@ def read_planned(
         run = None
     if run is not None and (elsewhere or "device" in changes):
         values |= {name: TrainConfig.defaults()[name] for name in _OF_THE_MACHINE}
-    config = TrainConfig.parse(_changed(_with_run(values, path), changes), str(file))
-    if not with_tasks:
-        return Planned(config, run)
-    tasks, problems = _named_tasks(named, config.seed)
-    if problems:
-        raise ConfigError(str(file), problems)
+    config, found = TrainConfig.examine(_changed(_with_run(values, path), changes))
+    problems += found
+    tasks: dict[str, list[Task]] = dict.fromkeys(_SPLITS, [])
+    errors: list[UserError] = []
+    if with_tasks:
+        tasks, errors = _named_tasks(named, config.seed)
+    if errors and not errors[1:] and not problems:
+        raise errors[0]
+    if problems or errors:
+        problems += config.absent()
+        raise ConfigError(str(file), problems + [str(error) for error in errors])
     return Planned(config, run, tasks=tasks["tasks"], validation_tasks=tasks["validation_tasks"])
 
 
@@ -162,41 +168,46 @@ def _promised(file: Path) -> Settings:
 
 def read_run(
     path: Path, settings: Sequence[str]
-) -> tuple[TrainConfig, list[Task], list[Task], list[str]]:
-    """Read a run's settings and tasks; return (config, tasks, validation tasks, their faults, one
-    line each).
+) -> tuple[TrainConfig, list[Task], list[Task], list[str], list[UserError]]:
+    """Read a run's settings and tasks; return (config, tasks, validation tasks, faults of settings,
+    one line each, faults of tasks).
 
     settings: "KEY=VALUE"; they prevail over the file's. Without `run` in the file, the run folder
-    is runs/ and the file's name. Raises UserError for an unreadable file, TaskError.
+    is runs/ and the file's name. Raises UserError for an unreadable file.
     """
     values = dict(_with_run(_read_mapping(path), path))
     named = {key: values.pop(key, None) for key in _SPLITS}
     changes, problems = settings_in(settings)
     config, found = TrainConfig.examine(_changed(values, changes))
-    tasks, wrong = _named_tasks(named, config.seed)
-    problems += wrong
+    problems += found + config.absent()
+    tasks, errors = _named_tasks(named, config.seed)
     if named["tasks"] is None:
-        problems.append(
-            f"{path} names no tasks; write tasks: FILE.py, or a family of `ttrl eval` such as "
-            "structured_output"
+        errors.append(
+            UserError(
+                f"{path} names no tasks; write tasks: FILE.py, or a family of `ttrl eval` such as "
+                "structured_output"
+            )
         )
-    return config, tasks["tasks"], tasks["validation_tasks"], problems + found + config.absent()
+    return config, tasks["tasks"], tasks["validation_tasks"], problems, errors
 
 
-def _named_tasks(named: Mapping[str, Any], seed: int) -> tuple[dict[str, list[Task]], list[str]]:
-    """Make the tasks named in a file of settings; return them, and the faults in the names. Raises
-    TaskError.
-    """
+def _named_tasks(
+    named: Mapping[str, Any], seed: int
+) -> tuple[dict[str, list[Task]], list[UserError]]:
+    """Make the tasks named in a file of settings; return them, and their faults."""
     tasks: dict[str, list[Task]] = {}
-    problems = []
+    errors: list[UserError] = []
     for key, name in named.items():
         tasks[key] = []
         if isinstance(name, str):
-            tasks[key] = tasks_named(name, _SPLITS[key], seed=seed)
+            try:
+                tasks[key] = tasks_named(name, _SPLITS[key], seed=seed)
+            except UserError as error:
+                errors.append(error)
         elif name is not None:
             known = "a family of `ttrl eval`, FILE.py or FILE.py:NAME"
-            problems.append(f"{key} is {name!r}; name {known}")
-    return tasks, problems
+            errors.append(UserError(f"{key} is {name!r}; name {known}"))
+    return tasks, errors
 
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:

@@ -23,10 +23,10 @@ def checked(
     *,
     model: bool = True,
     problems: Sequence[str] = (),
-    error: UserError | None = None,
+    errors: Sequence[UserError] = (),
 ) -> tuple[TrainConfig, list[Task], list[Task]]:
     """Return a run's inputs, checked; with `model`, also check the model's availability. Raises
-    ConfigError with all problems, including earlier ones (`error`: from making the tasks);
+    ConfigError with all problems, including earlier ones (`errors`: of making the tasks);
     TaskError or ModelFolderError for a single such error.
     """
     if not isinstance(config, TrainConfig):
@@ -37,7 +37,7 @@ def checked(
                 "ttrl.TrainConfig(run=…, model=…)"
             ],
         )
-    errors = [] if error is None else [error]
+    errors = list(errors)
 
     def listed(given: Sequence[Task], name: str) -> list[Task]:
         try:
