@@ -383,6 +383,21 @@ def test_the_line_of_a_run_that_overfits_names_the_training_tasks():
     assert "  no metric 'right' on the training tasks (known: reward, exact)  " in line
 
 
+def test_prompts_beyond_the_context_are_counted_before_a_server_starts(world, capsys):
+    """Exactly: a long text, here an id, may have few tokens."""
+    (long,) = world.tasks(1, "x" * 200)
+    short = Task([{"role": "user", "content": "task 1"}], long.grader, id="y" * 200)
+    server = {"max_model_len": 150}
+    settings = {"tasks_per_iteration": 1, "iterations": 1, "seq_len": 512, "server": server}
+    with pytest.raises(ConfigError, match=r"tasks: 1 of 1 prompts leave no room .* of 150 tokens"):
+        world.train([long], **settings)
+    assert not world.events
+    world.train([long, short], [short], **settings)
+    said = capsys.readouterr().out
+    assert re.search(r"note: tasks: 1 of 2 prompts leave no room .* with 2\d\d tokens", said)
+    assert "validation_tasks:" not in said
+
+
 def test_quiet_says_nothing(world, capfd):
     world.train(world.tasks(4), world.tasks(1, "held-out"), iterations=1, quiet=True)
     captured = capfd.readouterr()

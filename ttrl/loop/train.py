@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import DriftError, ModelFolderError
+from ttrl.errors import ConfigError, DriftError, ModelFolderError
 from ttrl.launch.trainer import Trainer
 from ttrl.live.notebook import LiveView
 from ttrl.live.run_handle import Run
@@ -28,7 +28,8 @@ from ttrl.loop.phases import Phases
 from ttrl.monitoring.loggers import make_loggers
 from ttrl.monitoring.summary import overfits, summary_lines
 from ttrl.plans.disk import check_disk
-from ttrl.plans.open_choices import choose, refuse
+from ttrl.plans.expected_lengths import prompts_beyond
+from ttrl.plans.open_choices import choose, known_context, refuse
 from ttrl.plans.open_settings import CHOSEN_ON_CPU, as_begun
 from ttrl.plans.plan_machine import gpus_here, host_here
 from ttrl.plans.planner import check_trainable, read_model_config
@@ -167,6 +168,8 @@ def train_checked(
         folder.remember_tasks(described)
         model = with_chat_template(model, config.chat_template, folder.path.absolute() / "model")
         console.line(parsers_of(model, config.server).said)
+        for note in _check_prompts(config, model, tasks, validation_tasks):
+            console.line(f"note: {note}")
         warning = check_disk(config, model, folder, len(validation_tasks))
         if warning is not None:
             console.line(f"note: {warning}")
@@ -225,6 +228,32 @@ def train_checked(
         if best != newest:
             console.line(f"the best:   {result.best_checkpoint}")
         return result
+
+
+def _check_prompts(
+    config: TrainConfig, model: Path, tasks: Sequence[Task], validation_tasks: Sequence[Task]
+) -> list[str]:
+    """Return notes on prompts too long for the servers. Raises ConfigError if all are."""
+    context, whose = known_context(read_model_config(str(model)), config)
+    if context is None:
+        return []
+    notes = []
+    refused = []
+    for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks)):
+        beyond = prompts_beyond(given, context, model)
+        if beyond:
+            longest, count = beyond[0]
+            said = (
+                f"{name}: {len(beyond):,} of {len(given):,} prompts leave no room for an answer in "
+                f"the servers' context of {context:,} tokens ({whose}), such as {longest.id!r} "
+                f"with {count:,} tokens"
+            )
+            notes.append(f"{said}; their samples fail")
+            if len(beyond) == len(given):
+                refused.append(f"{said}; raise server: max_model_len, or give shorter prompts")
+    if refused:
+        raise ConfigError("TrainConfig", refused)
+    return notes
 
 
 def _base_note(config: TrainConfig, folder: RunFolder, model: Path) -> str | None:

@@ -126,6 +126,35 @@ def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
+def prompts_beyond(tasks: Sequence[Task], context: int, model: Path) -> list[tuple[Task, int]]:
+    """Return the tasks whose prompts leave no room for an answer, each with its number of tokens,
+    longest text first. Without a tokenizer in the model's folder, and for tasks with a rollout of
+    their own, nothing is known.
+    """
+    sizes = {task.id: len(task.as_json()) for task in tasks if task.rollout is None}
+    # A token has a byte or more, so few tasks or none need the tokenizer.
+    long = [task for task in tasks if sizes.get(task.id, 0) >= context]
+    if not long:
+        return []
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError):
+        return []
+    found = []
+    for task in sorted(long, key=lambda task: sizes[task.id], reverse=True):
+        try:
+            count = len(prompt_ids(task, tokenizer))
+        except UserError:
+            continue  # the server says more about a template's refusal
+        if count >= context:
+            found.append((task, count))
+        elif count < context / 2:
+            break  # no shorter text has twice as many tokens
+    return found
+
+
 def text_prompt_ids(prompt: str, tokenizer: Any) -> list[int]:
     """Return the tokens of a raw prompt, without a chat template, as sent to a server. They begin
     with the tokenizer's special tokens (`<bos>`) once, even if the text already contains them.

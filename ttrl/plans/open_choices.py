@@ -79,8 +79,19 @@ def choose(
 
 
 def _beyond_context(model: Mapping[str, Any], config: TrainConfig) -> str | None:
-    """Describe completions that leave no room for a prompt: vLLM refuses each such request. None
-    also for a scaled RoPE, whose context only vLLM knows, and for servers started by hand.
+    """Describe completions that leave no room for a prompt: vLLM refuses each such request."""
+    context, whose = known_context(model, config)
+    if context is None or config.max_tokens < context:
+        return None
+    return (
+        f"max_tokens is {config.max_tokens}, but prompt and completion may have {context} tokens "
+        f"together ({whose}): vLLM would refuse every request; set max_tokens below it"
+    )
+
+
+def known_context(model: Mapping[str, Any], config: TrainConfig) -> tuple[int | None, str]:
+    """Return the servers' longest sequence, and the name of its source. None for a scaled RoPE,
+    whose context only vLLM knows, and for servers started by hand.
     """
     settings = model_settings(model)
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
@@ -91,12 +102,9 @@ def _beyond_context(model: Mapping[str, Any], config: TrainConfig) -> str | None
     if context is None and not (is_scaled or config.joined_servers):
         context = settings.get("max_position_embeddings")
         whose = "the model's max_position_embeddings"
-    if not isinstance(context, int) or config.max_tokens < context:
-        return None
-    return (
-        f"max_tokens is {config.max_tokens}, but prompt and completion may have {context} tokens "
-        f"together ({whose}): vLLM would refuse every request; set max_tokens below it"
-    )
+    if not isinstance(context, int):
+        context = None
+    return context, whose
 
 
 def _on_cpu(model: Mapping[str, Any], config: TrainConfig, memory: float | None) -> Choices:
