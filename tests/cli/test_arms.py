@@ -602,6 +602,7 @@ def test_the_learning_rate_of_sft_is_the_best_of_three_by_held_out_loss(
     arguments = given(tmp_path, seeds=1, sft=["weight_decay=0.1"], arm=more)
     said = run(arguments, model)
     whole, folders = tmp_path / "run", {}
+    measured = 0.0
     for rate in ("8.3e-05", "0.00025", "0.00075"):
         folder = RunFolder(whole / "SFT-lr" / rate)
         (row,) = [row for row in folder.metrics() if row.iteration]
@@ -610,6 +611,7 @@ def test_the_learning_rate_of_sft_is_the_best_of_three_by_held_out_loss(
         assert not (folder.iteration(1).path / "checkpoint").exists()
         assert folder.config()["training"]["lr"] == float(rate)
         folders[rate] = steps[-1].held_out_loss, sum(step.flops for step in steps)
+        measured += steps[-1].held_out_flops
     best = min(folders, key=lambda rate: folders[rate])
     edge = {"8.3e-05": "the smallest of them", "0.00075": "the largest of them"}
     assert (edge.get(best) or "lowest held-out loss") in capsys.readouterr().out
@@ -623,8 +625,12 @@ def test_the_learning_rate_of_sft_is_the_best_of_three_by_held_out_loss(
     assert trained + held_out == [*map(dict, EXAMPLES)] and len(held_out) == 1
     assert not [one for one in world if one[1] in folders and one[0] != "train"]  # nothing is asked
     page = (whole / "compare.html").read_text()
+    (together,) = [line for line in said.splitlines() if "together, for no arm" in line]
+    sums = sum(flops for _, flops in folders.values()), measured
+    assert together.split("no arm")[1].split() == " ".join(map(si_spaced, sums)).split()
     for text in (said, page):
         assert "its FLOPs count for no arm" in text
+        assert "training FLOP" in text and "loss FLOP" in text
         for loss, _ in folders.values():
             assert f"{loss:.4f}" in text
     last = spent(read_run(whole / "SFT-0"))["flops"][-1]

@@ -149,16 +149,20 @@ class EqualFlops:
             steps = (iteration.marker(TrainFacts) or TrainFacts()).taken()
             last = steps[-1]
             assert last.held_out_loss is not None, "the recipe has measured it"
-            cost = sum(step.flops or 0.0 for step in steps) + (last.held_out_flops or 0.0)
-            tried.append((last.held_out_loss, rate, len(steps), cost))
+            trained = sum(step.flops or 0.0 for step in steps)
+            measured = last.held_out_flops or 0.0
+            tried.append((last.held_out_loss, rate, len(steps), trained, measured))
         best = min(tried)
-        table = [["learning rate", "held-out loss", "steps", "FLOP", ""]]
+        table = [["learning rate", "held-out loss", "steps", "training FLOP", "loss FLOP", ""]]
         for one in tried:
-            loss, rate, count, cost = one
+            loss, rate, count, *costs = one
+            spent_on = [si_spaced(cost).strip() for cost in costs]
             chosen = "chosen" if one == best else ""
-            table.append([f"{rate:g}", f"{loss:.4f}", str(count), si_spaced(cost).strip(), chosen])
-        whole = si_spaced(sum(cost for _, _, _, cost in tried)).strip()
-        table.append(["together, for no arm", "", "", whole, ""])
+            table.append([f"{rate:g}", f"{loss:.4f}", str(count), *spent_on, chosen])
+        sums = [sum(one[3] for one in tried), sum(one[4] for one in tried)]
+        together = [si_spaced(one).strip() for one in sums]
+        table.append(["together, for no arm", "", "", *together, ""])
+        whole = si_spaced(sum(sums)).strip()
         Console().line(
             f"SFT: of the learning rates {', '.join(f'{rate:g}' for rate in rates)}, {best[1]:g} "
             f"has the lowest held-out loss, {best[0]:.4f}; their {whole}FLOP count for no arm"
