@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 
 from ttrl import Task, TrainConfig
-from ttrl.cli.recipe_script import with_plain_template
+from ttrl.cli.recipe_script import (
+    recipe_config,
+    run_recipe,
+    script_arguments,
+    with_plain_template,
+)
 from ttrl.cli.sweep import read_sweep
 from ttrl.configs.experiments import EXPERIMENTS
 from ttrl.costs.parameters import adapter_parameters, decoder_parameters
@@ -122,6 +127,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
             {"iteration": number, "validation_reward": 0.25, "validation": metrics}
             for number in range(2)
         ]
+        if not validation_tasks:
+            rows = [{"iteration": number} for number in range(2)]
         run = tmp_path / "trained"
         run.mkdir(exist_ok=True)
         write_jsonl(run / "metrics.jsonl", [*rows, {"iteration": 2}])
@@ -261,6 +268,18 @@ def test_a_try_out_trains_and_says_what_came_of_it(
         and all(0 <= reward < 1 for reward in rewards)
     )
     assert validation_tasks[0].grader(choice(validation_tasks[0].grader.reference()))[0] == 1.0
+
+
+def test_a_recipe_without_held_out_tasks_says_so(tmp_path: Path, trained: Trained) -> None:
+    tasks = [Task([{"role": "user", "content": str(n)}], float) for n in range(4)]
+    options = {"run": str(tmp_path), "iterations": 2, "model": "tiny"}
+    said = {}
+    for argv in ([], ["--check"]):
+        arguments = script_arguments("Sums.", **options, argv=argv)
+        config = recipe_config(arguments, max_tokens=8, tasks_per_iteration=2)
+        said[len(argv)] = run_recipe(arguments, config, tasks, [], "right sums")
+    assert said[0] == "right sums: not measured, without held-out tasks, in 2 iterations"
+    assert "4 tasks" in said[1] and "no held-out tasks, so nothing will measure" in said[1]
 
 
 @pytest.mark.parametrize("model", [["--model", "m"], ["--set", "model=m"]])

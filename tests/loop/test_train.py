@@ -154,8 +154,11 @@ def test_markers_hold_the_digests_of_their_files(world):
     assert not (folder / "rollouts.partial.jsonl").exists()
 
 
-def test_without_validation_tasks(world):
+def test_without_validation_tasks(world, capsys):
     result = world.train(validation=[], iterations=2)
+    said = capsys.readouterr().out
+    assert "no held-out tasks: the policy was only measured on its training tasks" in said
+    assert "sampling begins" in said and "validation begins" not in said
     assert result.best_checkpoint == result.checkpoint == world.run / "iterations/0002/checkpoint"
     assert not list(world.run.rglob("validation.jsonl"))
     assert all("validation_reward" not in row for row in world.rows())

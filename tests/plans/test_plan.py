@@ -177,6 +177,13 @@ def test_prompts_are_counted_in_the_models_own_tokens(world):
     assert (made.work.tasks, made.work.samples, made.work.validation_samples) == (2, 8, 3)
 
 
+def test_a_plan_without_held_out_tasks_says_so(world):
+    said = "no tasks: no policy is measured"
+    assert said in str(plan(world.config(), world.tasks(6)))
+    assert said not in str(plan(world.config(), world.tasks(6), world.tasks(3, "held-out")))
+    assert said not in str(plan(world.config()))  # no tasks are known at all
+
+
 def test_parts_are_counted_as_the_text_that_a_server_makes_of_them(world):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (task,) = world.tasks(1)

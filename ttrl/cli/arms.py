@@ -149,6 +149,8 @@ def run_arms(
     config, problems = with_settings(config, arguments.set)
     if arguments.seeds is None:
         arguments.seeds = 1 if arguments.model else _SEEDS
+    if not held_out:
+        raise UserError("there are no held-out tasks to compare arms on; give more data")
     if arguments.seeds < 1 or arguments.points < 1:
         raise UserError("--seeds and --points must be at least 1")
     arms, found = _arms(arguments, config, sft, problems)

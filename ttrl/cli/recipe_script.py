@@ -413,17 +413,12 @@ def run_recipe(
         if is_planned:
             assert asked is not None
             return asked.text(rough_plan(arguments, config, tasks, validation_tasks))
-        if not tasks or not validation_tasks:
-            raise UserError(
-                f"{len(tasks)} tasks and {len(validation_tasks)} held out: the data is too small; "
-                "give more"
-            )
         longest = max(_prompt_size(task) for task in tasks)
         prompts = f"the longest prompt has {longest:,} bytes"
-        return (
-            f"{len(tasks)} tasks ({prompts}), {len(validation_tasks)} held out; the settings are "
-            "right"
-        )
+        held_out = f"{len(validation_tasks)} held out"
+        if not validation_tasks:
+            held_out = "no held-out tasks, so nothing will measure the policy on others"
+        return f"{len(tasks)} tasks ({prompts}), {held_out}; the settings are right"
     if start is not None and config.model == own_model:
         checked(config, tasks, validation_tasks, model=False)
         config = dataclasses.replace(config, model=str(start()))
@@ -442,6 +437,8 @@ def run_recipe(
     )
     if rows:
         change = f"{before} before, {after} after"
+    elif not validation_tasks and config.overfit is None:
+        change = "not measured, without held-out tasks, in"
     else:
         change = "not known after"
     iterations = metrics[-1].iteration
@@ -449,7 +446,7 @@ def run_recipe(
         tried = "tried out, with random rewards added for training\n"
     else:
         tried = ""
-    if config.overfit is not None:
+    if config.overfit is not None or not validation_tasks:
         held_out = ""
     else:
         held_out = "held-out "

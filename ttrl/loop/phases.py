@@ -138,8 +138,9 @@ class Phases:
         began = clock()
         if not self.config.shares_gpu:
             self.server.start(self.model)
+        first = "validation" if self.validation_tasks else "sampling"
         self.console.line(
-            "starting vLLM and the trainer; with a small model, validation begins in about half "
+            f"starting vLLM and the trainer; with a small model, {first} begins in about half "
             "a minute "
             f"(logs: {self.folder.path / 'logs'})"
         )

@@ -224,6 +224,8 @@ def train_checked(
         )
         for line in summary_lines(rows, config.to_dict(), overfits=overfits(described)):
             console.line(line)
+        if not validation_tasks:
+            console.line("no held-out tasks: the policy was only measured on its training tasks")
         console.line(f"report:     {result.report}\ncheckpoint: {result.checkpoint}")
         if best != newest:
             console.line(f"the best:   {result.best_checkpoint}")

@@ -246,6 +246,8 @@ def _iteration(plan: Plan) -> list[str]:
     )
     if work.validation_samples:
         lines += _row("held out", _held_out(plan))
+    elif plan.with_server and plan.prompts_from != "assumed":
+        lines += _row("held out", "no tasks: no policy is measured on tasks it was not trained on")
     parts = [f"training {si_spaced(flops.training)}FLOP"]
     parts += [f"passes before it {si_spaced(flops.prepass)}FLOP"] if flops.prepass else []
     parts += [f"sampling {si_spaced(flops.sampling)}FLOP"] if plan.with_server else []
