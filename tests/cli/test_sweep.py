@@ -20,12 +20,14 @@ from ttrl.errors import UserError
 
 RECIPE = """
     import os, pathlib, shutil, sys
-    here, run = pathlib.Path(__file__).parent, pathlib.Path(sys.argv[sys.argv.index("--run") + 1])
-    with open(here / "calls", "a") as calls:
-        calls.write(run.name + "\\n")
-    if run.name == os.environ.get("FAILS"):
-        sys.exit(1)
-    shutil.copytree(here / "made" / run.name, run)
+    def train(run):
+        here = pathlib.Path(__file__).parent
+        with open(here / "calls", "a") as calls:
+            calls.write(run.name + "\\n")
+        if run.name == os.environ.get("FAILS"):
+            sys.exit(1)
+        shutil.copytree(here / "made" / run.name, run)
+    train(pathlib.Path(sys.argv[sys.argv.index("--run") + 1]))
 """
 
 
@@ -129,7 +131,7 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, c
 
 @pytest.mark.parametrize("option", ["--check", "--plan"])
 def test_a_look_without_runs_compares_none_and_finishes_none(sweep, tmp_path, option):
-    (tmp_path / "recipe.py").write_text("print('the settings are right')\n")
+    (tmp_path / "recipe.py").write_text("train = print\ntrain('the settings are right')\n")
     path = sweep(arms=ARMS)
     assert cli.main(["sweep", str(path), option]) == 0
     assert not list((tmp_path / "runs/shape").iterdir())
@@ -137,7 +139,7 @@ def test_a_look_without_runs_compares_none_and_finishes_none(sweep, tmp_path, op
 
 def test_what_is_finished_names_no_secret(sweep, tmp_path):
     path = sweep(seeds=[0, 1], arguments=["-k", "sesame"])
-    (tmp_path / "recipe.py").write_text("")
+    (tmp_path / "recipe.py").write_text("train = print\ntrain()\n")
     assert cli.main(["sweep", str(path)]) == 2
     text = (tmp_path / "runs/shape/sweep.json").read_text()
     assert "seed=1" in text and "sesame" not in text
@@ -150,12 +152,19 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
     path = sweep(seeds=["a"], by="hours", arms={"a": 3}, grid={"lr": 1}, recipe="none.py")
     with pytest.raises(
         UserError,
-        match=r"grid: lr(.|\n)*arms: a(.|\n)*seeds: 'a'(.|\n)*no recipe is called none.py(.|\n)*by "
+        match=r"grid: lr(.|\n)*arms: a(.|\n)*seeds: 'a'(.|\n)*recipe: none.py does not exist(.|\n)*by "
         r"is 'hours'",
     ):
         read_sweep(path)
     with pytest.raises(UserError, match="defines a single run"):
         read_sweep(sweep())
+    for text, said in (("", "empty; remove it, and"), ("tasks = []", "starts no training")):
+        path.with_name("recipe.py").write_text(text)
+        with pytest.raises(UserError, match=f"recipe: recipe.py .*{said}"):
+            read_sweep(sweep(seeds=[0, 1]))
+    path.write_text("")
+    with pytest.raises(UserError, match=r"recipe is missing; name a recipe(.|\n)*runs is missing"):
+        read_sweep(path)
     with pytest.raises(UserError, match="cannot be read"):
         read_sweep(path.with_name("nothing"))
 
@@ -166,14 +175,15 @@ def test_runs_with_gpus_of_their_own_go_side_by_side(sweep, tmp_path, monkeypatc
         textwrap.dedent(
             """
             import os, pathlib, sys, time
-            here, name = pathlib.Path(__file__).parent, sys.argv[2].rpartition("=")[2]
-            (here / f"saw{name}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
-            print("run", name)
-            deadline = time.monotonic() + 60
-            while len(list(here.glob("saw*"))) < 4:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            sys.exit(1 if name == "2" else 0)
+            def train(here, name):
+                (here / f"saw{name}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+                print("run", name)
+                deadline = time.monotonic() + 60
+                while len(list(here.glob("saw*"))) < 4:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+                sys.exit(1 if name == "2" else 0)
+            train(pathlib.Path(__file__).parent, sys.argv[2].rpartition("=")[2])
             """
         )
     )

@@ -128,10 +128,14 @@ def test_faults_of_settings_and_of_tasks_come_together(
         ("nothing.py", "nothing.py does not exist; `ttrl tasks new nothing.py` writes a script"),
         ("nothing.yaml", "nothing.yaml cannot be read as a config"),
         ("only_tasks.py", "only_tasks.py defines tasks and starts no training"),
+        ("empty.py", "empty.py is empty; remove it, and `ttrl tasks new empty.py` writes a script"),
+        ("empty.yaml", "empty.yaml names no tasks; write tasks: FILE.py"),
     ],
 )
 def test_what_cannot_be_trained(what: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "only_tasks.py").write_text(TASKS)
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "empty.yaml").touch()
     ended = ttrl("train", what, cwd=tmp_path)
     assert ended.returncode == 2
     assert text in ended.stderr

@@ -65,10 +65,13 @@ def script_named(what: str) -> Path:
             raise UserError(
                 f"{what} does not exist; `ttrl tasks new {what}` writes a script to start from"
             )
-        if not re.search(
-            r"__main__|\b(train|run_recipe)\(",
-            Path(what).read_text(encoding="utf-8", errors="replace"),
-        ):
+        text = Path(what).read_text(encoding="utf-8", errors="replace")
+        if not text.strip():
+            raise UserError(
+                f"{what} is empty; remove it, and `ttrl tasks new {what}` writes a script to start "
+                "from"
+            )
+        if not re.search(r"__main__|\b(train|run_recipe)\(", text):
             raise UserError(
                 f"{what} defines tasks and starts no training. End it with train(…) or "
                 "run_recipe(…), as in the output of `ttrl tasks new`, or name its tasks in a file "

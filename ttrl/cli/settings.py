@@ -142,6 +142,8 @@ def _read_mapping(file: Path) -> dict[str, Any]:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read as a config: {error}") from error
+    if values is None:  # an empty file lacks everything
+        return {}
     if not isinstance(values, dict):
         raise UserError(f"{file} holds a {type(values).__name__}; write a mapping of settings")
     return values

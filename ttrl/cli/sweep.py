@@ -41,7 +41,8 @@ from typing import Any
 
 import yaml
 
-from ttrl.cli.recipe_files import recipes, sweeps
+from ttrl.cli.recipe_files import sweeps
+from ttrl.cli.runs import script_named
 from ttrl.configs.machines import shares_of_devices
 from ttrl.errors import UserError
 from ttrl.system.console import say
@@ -103,6 +104,8 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
+    if values is None:  # an empty file lacks everything
+        values = {}
     if not isinstance(values, dict):
         raise UserError(
             f"{path} is not a mapping; it needs recipe, runs, and arms or grid (`ttrl sweep "
@@ -123,7 +126,7 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
         for name in values
         if name not in kinds
     ]
-    found += [f"{name} is missing" for name in ("recipe", "runs") if name not in values]
+    found += [f"{name} is missing; {what}" for name, what in _NEEDED.items() if name not in values]
     found += [
         f"{name} is {values[name]!r}; it must be a {kind.__name__}"
         for name, kind in kinds.items()
@@ -145,10 +148,10 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
             for one in values.get("seeds", [])
             if type(one) is not int
         ]
-        recipe = values["recipe"]
-        values["recipe"] = str(recipes().get(recipe.replace("-", "_"), recipe))
-        if not Path(values["recipe"]).is_file():
-            found.append(f"recipe: no file and no recipe is called {recipe}")
+        try:
+            values["recipe"] = str(script_named(values["recipe"]))
+        except UserError as error:
+            found.append(f"recipe: {error}")
         found += (
             []
             if values.get("by", "flops") in _BY
@@ -165,6 +168,10 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
     return sweep
 
 
+_NEEDED = {
+    "recipe": "name a recipe or a script: recipe: sort_letters",
+    "runs": "name the folder of the runs: runs: runs/shape",
+}
 _BY = ("iteration", "flops", "tokens", "seconds")
 _WITHOUT_RUNS = {"--check", "--plan"}
 """Options of scripts for a look without a run."""
