@@ -26,7 +26,7 @@ from ttrl.cli.plan_command import PlanOptions
 from ttrl.cli.settings import settings_in, with_settings
 from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import ConfigError, TaskError, TtrlError, UserError
+from ttrl.errors import ConfigError, TaskError, TtrlError
 from ttrl.launch.tune import tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train

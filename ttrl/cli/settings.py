@@ -92,7 +92,7 @@ def read_planned(
         values |= {name: TrainConfig.defaults()[name] for name in _OF_THE_MACHINE}
     config, found = TrainConfig.examine(_changed(_with_run(values, path), changes))
     problems += found
-    tasks: dict[str, list[Task]] = dict.fromkeys(_SPLITS, [])
+    tasks: dict[str, list[Task]] = {key: [] for key in _SPLITS}
     errors: list[UserError] = []
     if with_tasks:
         tasks, errors = _named_tasks(named, config.seed)
