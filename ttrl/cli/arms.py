@@ -37,7 +37,7 @@ from ttrl.configs import SFTConfig
 from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, UserError
-from ttrl.evaluation.comparison import compare_seeds
+from ttrl.evaluation.comparison import compare_seeds, heads
 from ttrl.evaluation.eval_results import read_result
 from ttrl.evaluation.evaluate import EvalConfig, checked_sets, evaluate
 from ttrl.loop.checks import checked
@@ -59,7 +59,7 @@ from ttrl.report.compared_runs import RunComparison, compare_runs
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
 from ttrl.tasks.task import Task
-from ttrl.text import counted, duration, percent, si_spaced
+from ttrl.text import counted, duration, si_spaced
 
 RL = "RL"
 SFT = "SFT"
@@ -388,18 +388,7 @@ def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
     for name, folder in folders:
         files.setdefault(name, []).append(folder / "sets.json")
     start = folders[0][1].parent / "start" / "sets.json"
-    heads = [
-        "tasks",
-        "n",
-        "score",
-        RL,
-        "the arm",
-        "difference",
-        f"{percent(found.confidence)} interval",
-        "p",
-        "better/worse",
-    ]
-    table = [["arm", *heads, "verdict"]]
+    table = [["arm", *heads(RL, "the arm", found.confidence), "verdict"]]
     for name, each in {"start": [start], **files}.items():
         if name != RL:
             for one in compare_seeds(files[RL], each, confidence=found.confidence):

@@ -91,9 +91,9 @@ def check_model(model: str) -> list[CheckResult]:
     return [CheckResult("ok", "model", f"{model}: ttrl trains its architecture")]
 
 
-def read_tested_versions(path: Path = TESTED_VERSIONS) -> dict[str, str]:
-    """Return the first part of the file, {project: version}: ttrl's own imports."""
-    first_part = path.read_text(encoding="utf-8").split("# --- Below")[0]
+def read_tested_versions() -> dict[str, str]:
+    """Return the first part of TESTED_VERSIONS, {project: version}: ttrl's own imports."""
+    first_part = TESTED_VERSIONS.read_text(encoding="utf-8").split("# --- Below")[0]
     lines = [
         line.strip()
         for line in first_part.splitlines()

@@ -37,14 +37,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from ttrl.cli.recipe_files import sweeps
 from ttrl.cli.runs import script_named
+from ttrl.configs.base import Config
 from ttrl.configs.machines import shares_of_devices
-from ttrl.errors import UserError
+from ttrl.errors import UserError, complaints
 from ttrl.system.console import say
 from ttrl.system.files import read_object, write_json
 from ttrl.system.gpus import visible_devices
@@ -53,24 +54,41 @@ _STATE_FILE = "sweep.json"
 _LOOK_SECONDS = 0.2
 
 
-@dataclass
-class Sweep:
+@dataclass(kw_only=True)
+class Sweep(Config):
     """Hold the content of the file."""
 
     recipe: str
     runs: str
-    arguments: list[str] = field(default_factory=list)
+    arguments: list[Any] = field(default_factory=list)
     seeds: list[int] = field(default_factory=lambda: [0])
-    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    grid: dict[str, list[Any]] = field(default_factory=dict)
-    by: str = "iteration"
+    arms: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, Any] = field(default_factory=dict)
+    by: Literal["iteration", "flops", "tokens", "seconds"] = "iteration"
     gpus: int | None = None
+
+    def problems(self) -> list[str]:
+        """Return the mistakes in the values, one line each."""
+        found = [
+            f"grid: {name} must be a list of values"
+            for name, each in self.grid.items()
+            if type(each) is not list
+        ]
+        found += [
+            f"arms: {name} must be a mapping of settings"
+            for name, one in self.arms.items()
+            if type(one) is not dict
+        ]
+        if self.recipe:
+            found += complaints(lambda: script_named(self.recipe), "recipe: ")
+        return found + self.at_least(1, "gpus")
 
     def commands(self) -> dict[str, list[str]]:
         """Return the command of each run, by the name of its folder; the seeds of one arm follow
         each other.
         """
         found = {}
+        recipe = str(script_named(self.recipe))
         for (arm, fixed), *values in itertools.product(
             self.arms.items() or [("", {})],
             *([(name, one) for one in each] for name, each in self.grid.items()),
@@ -83,12 +101,12 @@ class Sweep:
                 name = ",".join([*parts, f"seed={seed}"])
                 given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
                 command = [
-                    self.recipe,
+                    recipe,
                     "--run",
                     str(Path(self.runs, name)),
                     "--seed",
                     str(seed),
-                    *self.arguments,
+                    *map(str, self.arguments),
                 ]
                 found[name] = [*command, *(["--set", *given] if given else [])]
         return found
@@ -106,73 +124,16 @@ def read_sweep(path: Path, others: Sequence[str] = ()) -> Sweep:
         raise UserError(f"{path} cannot be read: {error}") from error
     if values is None:  # an empty file lacks everything
         values = {}
+    needed = "recipe, runs, and arms, grid or seeds: `ttrl sweep --help`"
     if not isinstance(values, dict):
-        raise UserError(
-            f"{path} is not a mapping; it needs recipe, runs, and arms or grid (`ttrl sweep "
-            "--help`)"
-        )
-    kinds = {
-        "recipe": str,
-        "runs": str,
-        "arguments": list,
-        "seeds": list,
-        "arms": dict,
-        "grid": dict,
-        "by": str,
-        "gpus": int,
-    }
-    found = [
-        f"unknown key {name!r}; choose one of {', '.join(kinds)}"
-        for name in values
-        if name not in kinds
-    ]
-    found += [f"{name} is missing; {what}" for name, what in _NEEDED.items() if name not in values]
-    found += [
-        f"{name} is {values[name]!r}; it must be a {kind.__name__}"
-        for name, kind in kinds.items()
-        if name in values and not isinstance(values[name], kind)
-    ]
-    if not found:
-        found += [
-            f"grid: {name} must be a list of values"
-            for name, each in values.get("grid", {}).items()
-            if type(each) is not list
-        ]
-        found += [
-            f"arms: {name} must be a mapping of settings"
-            for name, one in values.get("arms", {}).items()
-            if type(one) is not dict
-        ]
-        found += [
-            f"seeds: {one!r} is not a whole number"
-            for one in values.get("seeds", [])
-            if type(one) is not int
-        ]
-        try:
-            values["recipe"] = str(script_named(values["recipe"]))
-        except UserError as error:
-            found.append(f"recipe: {error}")
-        found += (
-            []
-            if values.get("by", "flops") in _BY
-            else [f"by is {values['by']!r}; choose one of {', '.join(_BY)}"]
-        )
-        if values.get("gpus", 1) < 1:
-            found.append(f"gpus is {values['gpus']}; give each run 1 or more, or leave it out")
-    if found:
-        raise UserError(f"{path}: " + "\n".join(found))
-    given = [*values.get("arguments", []), *others]
-    sweep = Sweep(**{**values, "arguments": [str(one) for one in given]})
+        raise UserError(f"{path} is not a mapping; it needs {needed}")
+    sweep = Sweep.parse(values, f"{path} (it needs {needed})")
+    sweep.arguments += others
     if len(sweep.commands()) < 2:
         raise UserError(f"{path} defines a single run; give arms, a grid or seeds")
     return sweep
 
 
-_NEEDED = {
-    "recipe": "name a recipe or a script: recipe: sort_letters",
-    "runs": "name the folder of the runs: runs: runs/shape",
-}
-_BY = ("iteration", "flops", "tokens", "seconds")
 _WITHOUT_RUNS = {"--check", "--plan"}
 """Options of scripts for a look without a run."""
 
@@ -216,8 +177,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     if len(there) > 1:
         from ttrl.report.compared_runs import compare_runs
 
-        # The sweep file's check allows no other value.
-        comparison = compare_runs(there, by=sweep.by)  # type: ignore[arg-type]
+        comparison = compare_runs(there, by=sweep.by)
         say(comparison.table())
         print(comparison.write_html(runs / "compare.html"))
     if failed:

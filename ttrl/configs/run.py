@@ -687,25 +687,22 @@ class TrainConfig(Config):
     @property
     def servers_here(self) -> int:
         """Servers started on this machine."""
-        if self.cluster is not None:
-            return 0
-        if self.servers is None:
-            return 1
-        return self.servers
+        return 0 if self.cluster is not None else self._started
 
     @property
     def replicas(self) -> int:
         """Servers started on machines of the cluster."""
-        if self.cluster is None:
-            return 0
-        if self.servers is None:
-            return 1
-        return self.servers
+        return 0 if self.cluster is None else self._started
+
+    @property
+    def _started(self) -> int:
+        """Servers that the run starts anywhere."""
+        return 1 if self.servers is None else self.servers
 
     @property
     def servers_in_all(self) -> int:
         """Servers of the run, on any machine."""
-        return self.servers_here + self.replicas + len(self.joined_servers)
+        return self._started + len(self.joined_servers)
 
     @property
     def resolved_weight_sync(self) -> Literal["reload", "restart", "sleep", "memory"]:
@@ -867,7 +864,7 @@ class TrainConfig(Config):
                 "num_threads": self.num_threads
                 or max(1, (os.cpu_count() or 1) // self.processes_here),
                 "nproc_per_node": self.processes_here,
-                "servers": self.servers_here + self.replicas,
+                "servers": self._started,
                 "weight_sync": self.resolved_weight_sync,
                 "save_every": self.save_every if self.hands_over else 1,
                 "trainer_memory": self.resolved_trainer_memory(device),

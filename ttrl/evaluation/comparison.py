@@ -63,6 +63,12 @@ class SetComparison:
         ]
 
 
+def heads(first: str, second: str, confidence: float) -> list[str]:
+    """Return the heading of `SetComparison.row`, with names for the two sides."""
+    interval = f"{percent(confidence)} interval"
+    return ["tasks", "n", "score", first, second, "difference", interval, "p", "better/worse"]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Two evaluations, compared on all shared sets."""
@@ -100,18 +106,7 @@ class Comparison:
 
     def _rows(self) -> list[list[str]]:
         """Return the table, its heading first."""
-        heads = [
-            "tasks",
-            "n",
-            "score",
-            "first",
-            "second",
-            "difference",
-            f"{percent(self.confidence)} interval",
-            "p",
-            "better/worse",
-        ]
-        return [heads, *(one.row() for one in self.sets)]
+        return [heads("first", "second", self.confidence), *(one.row() for one in self.sets)]
 
     def _left_out(self) -> list[str]:
         """Return notes on the tasks left out of the comparison."""
