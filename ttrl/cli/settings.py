@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -82,26 +82,21 @@ def read_planned(
                 f"{file} has no setting of a run or of a recipe; `ttrl config` lists them"
             )
         return Planned(_of_recipe({**_promised(file), **values, **changes}, file), recipe_only=True)
-    changes, problems = settings_in(settings)
-    named = {key: values.pop(key, None) for key in _SPLITS}
     if (file.parent / "iterations").is_dir():
         run = file.parent
     else:
         run = None
-    if run is not None and (elsewhere or "device" in changes):
+    if run is not None and (elsewhere or "device" in settings_in(settings)[0]):
         values |= {name: TrainConfig.defaults()[name] for name in _OF_THE_MACHINE}
-    config, found = TrainConfig.examine(_changed(_with_run(values, path), changes))
-    problems += found
-    tasks: dict[str, list[Task]] = {key: [] for key in _SPLITS}
-    errors: list[UserError] = []
-    if with_tasks:
-        tasks, errors = _named_tasks(named, config.seed)
-    if errors and not errors[1:] and not problems:
+    if not with_tasks:
+        values = {name: value for name, value in values.items() if name not in _SPLITS}
+    config, tasks, validation_tasks, problems, errors = _examined(values, path, settings)
+    if len(errors) == 1 and not problems:
         raise errors[0]
     if problems or errors:
         problems += config.absent()
         raise ConfigError(str(file), problems + [str(error) for error in errors])
-    return Planned(config, run, tasks=tasks["tasks"], validation_tasks=tasks["validation_tasks"])
+    return Planned(config, run, tasks=tasks, validation_tasks=validation_tasks)
 
 
 def model_run(model: str, settings: Sequence[str] = ()) -> TrainConfig:
@@ -168,48 +163,47 @@ def _promised(file: Path) -> Settings:
     return found
 
 
-def read_run(
-    path: Path, settings: Sequence[str]
-) -> tuple[TrainConfig, list[Task], list[Task], list[str], list[UserError]]:
-    """Read a run's settings and tasks; return (config, tasks, validation tasks, faults of settings,
-    one line each, faults of tasks).
+Examined: TypeAlias = tuple[TrainConfig, list[Task], list[Task], list[str], list[UserError]]
+"""Config, tasks, validation tasks, faults of settings, one line each, faults of tasks."""
+
+
+def read_run(path: Path, settings: Sequence[str]) -> Examined:
+    """Read a run's settings and tasks, with all of their faults.
 
     settings: "KEY=VALUE"; they prevail over the file's. Without `run` in the file, the run folder
     is runs/ and the file's name. Raises UserError for an unreadable file.
     """
-    values = dict(_with_run(_read_mapping(path), path))
-    named = {key: values.pop(key, None) for key in _SPLITS}
-    changes, problems = settings_in(settings)
-    config, found = TrainConfig.examine(_changed(values, changes))
-    problems += found + config.absent()
-    tasks, errors = _named_tasks(named, config.seed)
-    if named["tasks"] is None:
+    values = _read_mapping(path)
+    config, tasks, validation_tasks, problems, errors = _examined(values, path, settings)
+    if values.get("tasks") is None:
         errors.append(
             UserError(
                 f"{path} names no tasks; write tasks: FILE.py, or a family of `ttrl eval` such as "
                 "structured_output"
             )
         )
-    return config, tasks["tasks"], tasks["validation_tasks"], problems, errors
+    return config, tasks, validation_tasks, problems + config.absent(), errors
 
 
-def _named_tasks(
-    named: Mapping[str, Any], seed: int
-) -> tuple[dict[str, list[Task]], list[UserError]]:
-    """Make the tasks named in a file of settings; return them, and their faults."""
+def _examined(values: Settings, path: Path, settings: Sequence[str]) -> Examined:
+    """Examine the values of a run's file and make its tasks; `settings` prevail over the file's."""
+    changes, problems = settings_in(settings)
+    own = {name: value for name, value in values.items() if name not in _SPLITS}
+    config, found = TrainConfig.examine(_changed(_with_run(own, path), changes))
     tasks: dict[str, list[Task]] = {}
     errors: list[UserError] = []
-    for key, name in named.items():
+    for key, split in _SPLITS.items():
         tasks[key] = []
+        name = values.get(key)
         if isinstance(name, str):
             try:
-                tasks[key] = tasks_named(name, _SPLITS[key], seed=seed)
+                tasks[key] = tasks_named(name, split, seed=config.seed)
             except UserError as error:
                 errors.append(error)
         elif name is not None:
             known = "a family of `ttrl eval`, FILE.py or FILE.py:NAME"
             errors.append(UserError(f"{key} is {name!r}; name {known}"))
-    return tasks, errors
+    return config, tasks["tasks"], tasks["validation_tasks"], problems + found, errors
 
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:

@@ -90,12 +90,9 @@ def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> lis
     root: vLLM's folder; None: that of the one installed.
     """
     root = root or _installed()
-    if given and root is not None:
-        known = _fields(root)
-    else:
-        known = {}
-    if not known or root is None:
+    if root is None or not given or not _fields(root):
         return []
+    known = _fields(root)
     found = []
     for name, value in given.items():
         option = name.replace("-", "_")

@@ -276,15 +276,11 @@ def _memory(plan: Plan) -> list[str]:
     parts = ", ".join(
         f"{name} {gib(size)}" for name, size in largest if size > 0.02 * memory.trainer
     )
-    measured = plan.measured_memory
-    if "trainer" in measured:
-        seen = f", measured {gib(measured['trainer'])}"
-    else:
-        seen = ""
+    seen = {name: f", measured {gib(size)}" for name, size in plan.measured_memory.items()}
     each = " for each process" if plan.processes > 1 else ""
     lines = _row(
         "trainer",
-        f"{gib(memory.trainer)}{each}{seen} (at its peak, {memory.trainer_moment}: {parts})",
+        f"{gib(memory.trainer)}{each}{seen.get('trainer', '')} (at its peak, {memory.trainer_moment}: {parts})",
     )
     if plan.with_server:
         parts = ", ".join(
@@ -292,11 +288,7 @@ def _memory(plan: Plan) -> list[str]:
             for name, size in memory.server_parts.items()
             if size > 0.02 * memory.server
         )
-        if "server" in measured:
-            seen = f", measured {gib(measured['server'])}"
-        else:
-            seen = ""
-        lines += _row("server", f"{gib(memory.server)}{seen} ({parts})")
+        lines += _row("server", f"{gib(memory.server)}{seen.get('server', '')} ({parts})")
         lines += _row(
             "cache",
             f"room for {si_spaced(memory.cache_tokens)} tokens; {memory.sequences:,} samples at "
