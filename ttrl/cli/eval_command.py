@@ -148,6 +148,12 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     kept.add_argument(
         "--confidence", type=float, default=0.95, help="level of the intervals (default: 0.95)"
     )
+    add_grading(parser)
+    parser.set_defaults(run_command=run_eval)
+
+
+def add_grading(parser: argparse.ArgumentParser) -> None:
+    """Add the options of graders, of `ttrl eval` and `ttrl replay`."""
     parser.add_argument(
         "--isolated",
         action="store_true",
@@ -160,7 +166,6 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time limit of a grade (default: 60)",
     )
-    parser.set_defaults(run_command=run_eval)
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ttrl.cli.eval_command import add_grading
 from ttrl.cli.recipe_files import become, recipes
 from ttrl.errors import ConfigError, UserError
 from ttrl.system.console import say
@@ -211,18 +212,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --tasks: leave out rollouts without a task",
     )
-    parser.add_argument(
-        "--isolated",
-        action="store_true",
-        help="run graders in separate processes, with time limits",
-    )
-    parser.add_argument(
-        "--grader-timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="time limit of a grade (default: 60)",
-    )
+    add_grading(parser)
     parser.add_argument(
         "--grader-memory",
         type=int,
