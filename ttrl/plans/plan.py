@@ -280,7 +280,8 @@ def _memory(plan: Plan) -> list[str]:
     each = " for each process" if plan.processes > 1 else ""
     lines = _row(
         "trainer",
-        f"{gib(memory.trainer)}{each}{seen.get('trainer', '')} (at its peak, {memory.trainer_moment}: {parts})",
+        f"{gib(memory.trainer)}{each}{seen.get('trainer', '')} (at its peak, "
+        f"{memory.trainer_moment}: {parts})",
     )
     if plan.with_server:
         parts = ", ".join(
