@@ -97,6 +97,14 @@ def test_the_tiny_quickstart_takes_no_model(model: list[str], capsys) -> None:
     assert "--tiny makes a model of its own" in capsys.readouterr().err
 
 
+def test_the_quickstart_with_a_model_gets_no_other(tmp_path: Path) -> None:
+    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_INDEX_URL": UNREACHABLE}
+    done = ttrl("quickstart", "--model", "/not/there", "--check", where=tmp_path, **variables)
+    assert done.returncode == 1 and "structured_output.py: making the tasks" in done.stderr
+    assert "model folder /not/there does not exist" in done.stderr
+    assert "tiny model" not in done.stderr and not (tmp_path / "cache").exists()
+
+
 def test_the_quickstart_passes_options_and_failures_on(tmp_path: Path) -> None:
     """With a model in the cache, it is the recipe of the chat model."""
     model = tmp_path / "cache" / "ttrl" / "models" / "smollm2-135m"
