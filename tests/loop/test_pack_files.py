@@ -84,8 +84,7 @@ def test_several_files_are_one_batch(world: World, rollouts: Path) -> None:
     copy = world.folder / "more.jsonl"
     shutil.copy(rollouts, copy)
     assert len(read_rollouts(rollouts)) == len(read_rollouts(copy)) == 4
-    config = world.config(temperature=1.0)
-    made = pack_files([rollouts, copy], config, world.folder / "both.safetensors")
+    made = pack_files([rollouts, copy], world.config(), world.folder / "both.safetensors")
     assert made.facts.groups.kept == 6 and made.samples == 24
 
 
@@ -164,7 +163,7 @@ def test_a_run_states_the_temperature_of_its_rollouts(world: World, rollouts: Pa
     assert "temperature=0.7" in capsys.readouterr().out
 
 
-def test_a_pack_has_one_known_temperature(world: World, rollouts: Path) -> None:
+def test_a_pack_has_one_temperature(world: World, rollouts: Path) -> None:
     """Each file with its samples is named, as is the settings' own value."""
     other = world.folder / "other" / "iterations" / "0001" / "rollouts.jsonl"
     shutil.copytree(world.run, other.parents[2])
@@ -172,9 +171,11 @@ def test_a_pack_has_one_known_temperature(world: World, rollouts: Path) -> None:
     copy = world.folder / "more.jsonl"
     shutil.copy(rollouts, copy)
     out = world.folder / "packed.safetensors"
-    unknown = f"temperature 16 samples in {copy} were sampled.* --set temperature=1"
-    with pytest.raises(UserError, match=unknown):
-        pack_files([rollouts, copy], world.config(), out)
+    made = pack_files([rollouts, copy], world.config(), out)
+    assumed = f"at which temperature 16 samples in {copy} were sampled; 1 is assumed"
+    assert assumed in "\n".join(made.lines())
+    stated = pack_files([copy], world.config(temperature=0.5), out)
+    assert stated.temperature == 0.5 and not stated.assumed
     several = f"1 for 16 samples in {rollouts}; 0.7 for 16 samples in {other}"
     with pytest.raises(UserError, match=several):
         pack_files([rollouts, other], world.config(), out)

@@ -17,6 +17,7 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
 from ttrl.text import counted, percent
 
+_DEFAULT_TEMPERATURE: float = TrainConfig.defaults()["temperature"]
 _COMPARED = 100
 """The most prompts to compare with the chat template's: each takes milliseconds."""
 
@@ -49,6 +50,8 @@ class PackedRollouts:
     """SHA-256 of the model's tokenizer.json; None without one."""
     temperature: float
     """Of all samples."""
+    assumed: Sequence[str]
+    """Samples of an unknown temperature, in words."""
 
     def lines(self) -> list[str]:
         """Return the facts in words, a line each."""
@@ -67,6 +70,11 @@ class PackedRollouts:
             made.append(
                 f"warning   the ids of {counts['mismatches']:,} of {counts['turns']:,} replies "
                 "decode to another text than the server's; training uses the ids"
+            )
+        if self.assumed:
+            made.append(
+                f"warning   nothing says at which temperature {' and '.join(self.assumed)} were "
+                f"sampled; {self.temperature:g} is assumed (--set temperature=… states another)"
             )
         if self.digest is None:
             made.append("warning   the model has no tokenizer.json, so the pack holds no digest")
@@ -117,9 +125,9 @@ def read_rollouts(file: Path) -> TaskResults:
     return TaskResults.from_samples(samples)
 
 
-def _temperature(samples: Mapping[Path, int], stated: float | None) -> float:
-    """Return the sampling temperature of all files: that of their runs, or else the stated one.
-    Raises UserError if it is unknown, or not the same for all.
+def _temperature(samples: Mapping[Path, int], stated: float | None) -> tuple[float, list[str]]:
+    """Return the sampling temperature of all files: that of their runs, or else the stated one; and
+    the samples without either, for which it is assumed. Raises UserError for several temperatures.
 
     samples: the number of samples in each file.
     """
@@ -128,17 +136,10 @@ def _temperature(samples: Mapping[Path, int], stated: float | None) -> float:
     for file, count in samples.items():
         place = f"{counted(count, 'sample')} in {file}"
         temperature = _recorded_temperature(file)
-        if temperature is None:
-            temperature = stated
-        if temperature is None:
-            unknown.append(place)
-        else:
+        if temperature is not None:
             places.setdefault(temperature, []).append(place)
-    if unknown:
-        raise UserError(
-            f"nothing says at which temperature {' and '.join(unknown)} were sampled, and the "
-            "trainer needs it; add it: --set temperature=1"
-        )
+        elif stated is None:
+            unknown.append(place)
     if stated is not None and stated not in places:
         places[stated] = ["--set or --config"]
     if len(places) > 1:
@@ -147,7 +148,7 @@ def _temperature(samples: Mapping[Path, int], stated: float | None) -> float:
             f"the trainer needs one sampling temperature, and there are several: {told}. Pack "
             "files of each temperature apart, and leave --set temperature out for files of a run"
         )
-    return next(iter(places))
+    return next(iter(places), _DEFAULT_TEMPERATURE), unknown
 
 
 def _recorded_temperature(file: Path) -> float | None:
@@ -164,8 +165,7 @@ def pack_files(files: Sequence[Path], config: TrainConfig, out: Path) -> PackedR
     """Pack rollouts for `tune run ttrl/grpo_recipe`, by the settings of a run: advantages, rows,
     aggregation. `config.model` is the sampling model.
 
-    Raises UserError if the files hold no samples, no group has a signal, another model sampled
-    them, or they have no single known temperature.
+    Raises UserError if the files hold no samples, no
     """
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no folder; create it, or write elsewhere with --out")
@@ -179,7 +179,7 @@ def pack_files(files: Sequence[Path], config: TrainConfig, out: Path) -> PackedR
         samples[file] = sum(len(group.samples) for group in read)
     if not groups:
         raise UserError(f"{', '.join(map(str, files))}: no samples; sample first")
-    temperature = _temperature(samples, config.given().get("temperature"))
+    temperature, assumed = _temperature(samples, config.given().get("temperature"))
     model = local_model(config.model, chat_template=False)
     from transformers import AutoTokenizer
 
@@ -205,6 +205,7 @@ def pack_files(files: Sequence[Path], config: TrainConfig, out: Path) -> PackedR
         prompts=prompts,
         digest=packed.metadata.get("tokenizer"),
         temperature=temperature,
+        assumed=assumed,
     )
 
 
