@@ -165,7 +165,8 @@ def pack_files(files: Sequence[Path], config: TrainConfig, out: Path) -> PackedR
     """Pack rollouts for `tune run ttrl/grpo_recipe`, by the settings of a run: advantages, rows,
     aggregation. `config.model` is the sampling model.
 
-    Raises UserError if the files hold no samples, no
+    Raises UserError if the files hold no samples, no group has a signal, another model sampled
+    them, or they have several temperatures.
     """
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no folder; create it, or write elsewhere with --out")
