@@ -558,6 +558,7 @@ def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
         ),
         ({"seeds": 0}, UserError, "--seeds and --points must be at least 1"),
         ({"sft": ["lrr=1"]}, ConfigError, "SFT: unknown key 'lrr'; did you mean 'lr'"),
+        ({"sft": ["lr"]}, ConfigError, "--sft: lr has no value; write --set lr=VALUE"),
         ({"sft": ["steps=9"]}, ConfigError, "--sft: steps is the same for all arms, or follows"),
         ({"arm": [["x", "sft.batch_size=0"]]}, ConfigError, "x: batch_size is 0"),
         (

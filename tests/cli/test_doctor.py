@@ -319,3 +319,58 @@ def test_a_model_that_is_trained_and_one_that_is_not(tmp_path: Path) -> None:
     assert (found.mark, "attention within chunks" in found.fact) == ("bad", True)
     (found,) = doctor.check_model(str(tmp_path / "nothing"))
     assert (found.mark, "does not exist" in found.fact) == ("bad", True)
+
+
+def test_what_is_well_needs_no_advice() -> None:
+    findings = [
+        *doctor.check_vllm(lambda code: (None, ["a warning", "vLLM 0.32.0"])),
+        *doctor.check_disk(Path("/"), 50),
+    ]
+    assert findings == [
+        CheckResult("ok", "vLLM", "vLLM 0.32.0 can be imported"),
+        CheckResult("ok", "disk", "50.0 GB free in /"),
+    ]
+
+
+def test_the_cores_are_those_of_this_process() -> None:
+    (found,) = doctor.check_cores()
+    cores = float(found.fact)
+    assert 0 < cores <= (os.cpu_count() or 1)
+    assert (found.mark == "note") == (cores < 2) == bool(found.advice)
+
+
+COMPILER = '#!/bin/sh\n[ -f "$1" ] && : > "$3"\n'
+
+
+@pytest.mark.parametrize(
+    ("names", "mark", "fact"),
+    [
+        ((), "note", "none (cc, gcc, clang)"),
+        (("cc",), "note", "works, but there is no C++ compiler"),
+        (("gcc", "g++"), "ok", "gcc works"),
+    ],
+)
+def test_compilers(
+    names: tuple[str, ...],
+    mark: str,
+    fact: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text(COMPILER)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (found,) = doctor.check_compiler()
+    assert found.mark == mark
+    assert fact in found.fact
+    assert ("apt install build-essential" in found.advice) == (mark == "note")
+
+
+def test_what_is_printed_for_programs_names_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [CheckResult("ok", "disk", "50 GB free in /home/ada/runs")]
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert "free in ~/runs" in doctor.as_json(results)
+    monkeypatch.setenv("HOME", "/")
+    found = json.loads(doctor.as_json(results))
+    assert found["checks"][0]["fact"] == "50 GB free in /home/ada/runs"

@@ -1,5 +1,6 @@
 """`ttrl chat`: a conversation with a model at an address."""
 
+import io
 import json
 import logging
 from typing import Any, ClassVar
@@ -127,3 +128,16 @@ def test_what_goes_on_is_a_plain_line_and_what_is_wrong_says_where(level, said):
     assert Lines("%(levelname)s %(name)s: %(message)s").format(record) == said
     record.args = ("tasks\x1b[2J",)
     assert "\x1b" not in Lines("%(levelname)s %(name)s: %(message)s").format(record)
+
+
+def test_the_lines_of_a_conversation_may_come_from_a_file(address, capsys, monkeypatch):
+    """Without a terminal there is no prompt, and the conversation ends with its input."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n two \n"))
+    assert main(["chat", address]) == 0
+    assert capsys.readouterr().out == "1 ONE\n3 TWO\n"
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_that_cannot_be_is_refused(port, capsys):
+    assert main(["ui", "--port", port]) == 2
+    assert f"--port is {port}; it must be from 1 to 65535, or 0" in capsys.readouterr().err

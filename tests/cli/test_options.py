@@ -161,3 +161,24 @@ def test_a_study_needs_no_logger_of_the_run(
     assert main(["study", str(run), "--entropy-tasks", "no_such_family"]) == 2
     said = capsys.readouterr().err
     assert "no_such_family" in said and "not_installed_here" not in said
+
+
+def test_a_study_names_all_wrong_options_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["--factors", "one", "--sequences", "1", "--kernel", "-1", "--update", "0"]
+    assert main(["study", str(tmp_path), *wrong]) == 2
+    said = capsys.readouterr().err
+    for text in (
+        "--factors is 'one'; it must be numbers, such as -1,1,2",
+        "--sequences is 1; it must be at least 2",
+        "--kernel is -1; it must be at least 0",
+        "--update is 0; it must be at least 1",
+    ):
+        assert text in said
+
+
+def test_a_cluster_of_a_recipe_is_a_setting_of_the_run():
+    recipe = {"run": "r", "iterations": 1, "model": "m"}
+    asked = recipe_script.script_arguments(None, **recipe, argv=["--cluster", "auto"])
+    assert asked.set == ['cluster="auto"']

@@ -9,6 +9,7 @@ import pytest
 
 from ttrl import cli
 from ttrl.cli.plan_command import PlanOptions
+from ttrl.cli.recipe_script import script_arguments
 from ttrl.cli.try_tasks import write_template
 from ttrl.costs.parameters import decoder_parameters
 from ttrl.plans.planner import check_trainable, published_config
@@ -207,3 +208,13 @@ def test_a_script_that_would_train_is_not_run(
 def test_what_a_script_is_asked_is_read() -> None:
     asked = PlanOptions(gpu="4090", price_per_hour=2.0)
     assert PlanOptions.parse('{"gpu": "4090", "price_per_hour": 2.0}') == asked
+
+
+def test_a_script_s_own_plan_takes_no_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("4090", '{"gpus": "4090"}'):
+        with pytest.raises(SystemExit):
+            script_arguments(None, run="r", iterations=1, model="tiny", argv=["--plan", text])
+        said = capsys.readouterr().err
+        assert f"{text!r}: --plan takes no value; `ttrl plan SCRIPT` has other ways" in said

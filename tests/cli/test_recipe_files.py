@@ -49,6 +49,8 @@ def test_one_is_named_and_copied_but_replaces_nothing(tmp_path: Path, capsys, mo
     assert cli.main(["recipes", "gsm8k", "--copy"]) == 2
     assert "gsm8k.py exists" in capsys.readouterr().err
     assert (tmp_path / "gsm8k.py").read_text() == "mine"
+    assert cli.main(["recipes", "gsm8k", "--copy", str(tmp_path / "gsm8k.py" / "sub")]) == 2
+    assert "gsm8k.py cannot be written: Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,23 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
         read_sweep(path)
     with pytest.raises(UserError, match="cannot be read"):
         read_sweep(path.with_name("nothing"))
+    with pytest.raises(UserError, match="gpus is 0; give each run 1 or more"):
+        read_sweep(sweep(seeds=[0, 1], gpus=0))
+    path.write_text("- recipe\n- runs\n")
+    with pytest.raises(UserError, match="is not a mapping; it needs recipe, runs, and arms or"):
+        read_sweep(path)
+
+
+def test_a_damaged_record_of_what_is_finished_is_told(sweep, tmp_path, capsys):
+    """Nothing is run again for it: the runs may be finished."""
+    path = sweep(seeds=[0, 1])
+    record = tmp_path / "runs/shape/sweep.json"
+    record.parent.mkdir(parents=True)
+    record.write_text("{")
+    assert cli.main(["sweep", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "sweep.json is damaged" in said and "remove it" in said
+    assert not calls(tmp_path)
 
 
 def test_runs_with_gpus_of_their_own_go_side_by_side(sweep, tmp_path, monkeypatch, capsys):

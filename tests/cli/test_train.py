@@ -180,3 +180,38 @@ def test_the_scaffold_can_be_swept(tmp_path: Path, capsys: pytest.CaptureFixture
         [sys.executable, *command, "--check"], capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stdout.count("the settings are right")) == (0, 1)
+
+
+def test_tasks_are_named_by_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", "[gsm8k, math]"))
+    for command in ("train", "plan"):
+        assert cli.main([command, "mine.yaml"]) == 2
+        said = capsys.readouterr().err
+        assert "tasks is ['gsm8k', 'math']; name a family of `ttrl eval`, FILE.py" in said
+        assert "validation_tasks is ['gsm8k', 'math']" in said
+
+
+def test_a_value_that_is_no_yaml_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", "structured_output"))
+    assert cli.main(["train", "mine.yaml", "--set", "server_args={a: [1"]) == 2
+    said = capsys.readouterr().err
+    assert "'server_args={a: [1': '{a: [1' cannot be read" in said
+
+
+def test_a_mistake_is_a_line_and_with_tracebacks_also_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", "nothing.py"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("ttrl: error: nothing.py does not exist")
+    monkeypatch.setenv("TTRL_TRACEBACK", "1")
+    assert cli.main(["train", "nothing.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback (most recent call last)")
+    assert said.endswith(line)

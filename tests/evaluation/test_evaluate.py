@@ -540,3 +540,48 @@ def test_a_family_of_families() -> None:
         spec.with_option("max_term", 2).tasks(5)
     with pytest.raises(UserError, match="no option 'name'"):
         spec.with_option("name", "gcd")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--params", "{"], "'{' is not JSON"),
+        (["--params", "[1]"], """'[1]': give an object, such as {"seed": 1}"""),
+        (["--chat-template-kwargs", "3"], "'3': give an object"),
+        (["--pass-at", "1,x"], "'1,x': give whole numbers with commas, such as 1,8"),
+        (["--prices", "0.15"], "'0.15': give two numbers with a comma, such as 0.15,0.60"),
+    ],
+)
+def test_an_option_that_cannot_be_read_says_how_to_write_it(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", "tiny", "--tasks", "letter-counting", *options])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["gsm8k.style", "style=r1"])
+def test_an_option_of_a_family_has_a_family_and_a_value(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", "tiny", "--tasks", "gsm8k", "--option", option]) == 2
+    assert f"--option '{option}': write FAMILY.NAME=VALUE" in capsys.readouterr().err
+
+
+def test_options_of_the_command_reach_the_requests_and_the_families(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option in JSON is a number, and any other one is a word."""
+    arguments = ["eval", address, "--tasks", "letter-counting", "--n", "2", "--samples", "2"]
+    options = ["--params", '{"seed": 7}', "--pass-at", "1,2", "--prices", "0.5,1"]
+    assert cli.main([*arguments, *options, "--output", str(tmp_path / "r.json")]) == 0
+    assert {body["seed"] for body in _Counter.bodies} == {7}
+    assert "$" in capsys.readouterr().out
+    assert cli.main([*arguments, "--option", "letter_counting.max_length=long"]) == 2
+    assert "check the types of its options" in capsys.readouterr().err
+
+
+def test_runs_are_compared_without_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", str(tmp_path), str(tmp_path), "--json"]) == 2
+    assert "--json is for evaluations; for runs, ttrl prints a table" in capsys.readouterr().err

@@ -174,6 +174,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--task", "chess", "--yes"], "chess needs data"),
         (["--task", "openenv", "--yes"], "stands for many environments"),
         (["--goal", "2", "--yes"], "--goal: '2' is no goal"),
+        (["--goal", "high", "--yes"], "--goal: 'high' is no goal; write a number above 0"),
         (["--model", "x'y", "--yes"], "is no model"),
         (["--task", "gsm8k"], "nobody can answer here"),
     ):
