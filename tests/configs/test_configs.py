@@ -1,6 +1,7 @@
 """Configs: all problems at once, strict types, and hints for what was probably meant."""
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,11 @@ class Example(Config):
 
     def problems(self) -> list[str]:
         return self.at_least(1, "count", "limit")
+
+
+@dataclass(kw_only=True)
+class WithPath(Config):
+    place: os.PathLike[str]
 
 
 def problems(**values: Any) -> list[str]:
@@ -210,3 +216,31 @@ def test_what_excludes_a_reward_model_is_named(wrong: dict[str, Any]) -> None:
         GRPOConfig.parse({**values, "token_rewards": "implicit"}, "here")
     (problem,) = caught.value.problems
     assert problem.startswith(f"token_rewards 'implicit' with {name} {wrong[name]}, which ")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"momentum": 0.9}, "momentum is 0.9, which does nothing with optimizer 'adamw'"),
+        ({"watch_kl": True}, "watch_kl is on, but reference_model is missing; set it"),
+    ],
+)
+def test_settings_that_need_another_one(values: dict[str, Any], text: str) -> None:
+    [problem] = grpo(**values)
+    assert text in problem
+
+
+def test_a_mixture_s_setting_is_refused_for_a_plain_model() -> None:
+    values = {"model": "m", "packed": "p", "output_dir": "o", "router_replay": True}
+    config = GRPOConfig.parse(values, "here")
+    shape = {"hidden_size": 64, "num_attention_heads": 4}
+    found = config.problems_here("cpu", 1, shape)
+    assert any("router_replay is for mixtures of experts" in problem for problem in found)
+    assert not config.problems_here("cpu", 1, {**shape, "num_experts": 8})
+
+
+def test_a_path_stays_a_path() -> None:
+    config = WithPath.parse({"place": Path("a")}, "here")
+    assert config.place == Path("a")
+    with pytest.raises(ConfigError, match="place is 3; it must be a path"):
+        WithPath.parse({"place": 3}, "here")

@@ -82,6 +82,10 @@ def test_defaults_are_right():
         ({"server": {"max_model_len": np.int64(5)}}, "server holds"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
         (
+            {"cluster": "auto", "weight_sync": "memory"},
+            "weight_sync is 'memory', but the servers of a cluster read files",
+        ),
+        (
             {"advantages": "median"},
             "advantages is 'median'; it must be one of 'std', 'mean', 'leave_one_out', 'batch'",
         ),
