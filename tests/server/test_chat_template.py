@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import AutoTokenizer
 from ttrl.errors import ModelFolderError, UserError, WeightSyncError
 from ttrl.server import auth
 from ttrl.server.chat_template import (
+    chat_template_of,
+    is_with_mistral_tokenizer,
     read_chat_template,
     template_digest,
     templated,
@@ -144,3 +147,46 @@ def test_a_joined_server_with_another_template_is_refused(
         WeightSyncError, match="and the run's model have different chat templates; start it"
     ):
         server.check_chat_template(model)
+
+
+def test_a_model_may_have_several_templates(tmp_path: Path) -> None:
+    """The default one is compared with a server's, in either way of storing them."""
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    named = {"default": PLAIN, "tool_use": PLAIN + "{{ tools }}"}
+    rows = [{"name": name, "template": text} for name, text in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": rows}))
+    assert chat_template_of(tmp_path) == named
+    digest = template_digest(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": PLAIN}))
+    assert template_digest(tmp_path) == digest
+    (tmp_path / "chat_template.jinja").write_text(PLAIN)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+    assert chat_template_of(tmp_path) == named
+    assert template_digest(tmp_path) == digest
+
+
+def test_another_template_takes_mistral_s_own_tokenizer_out(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """vLLM would prefer it, and it takes no template."""
+    model = tmp_path / "both"
+    shutil.copytree(tiny_model, model)
+    (model / "tekken.json").write_text("{}")
+    assert is_with_mistral_tokenizer(model)
+    made = with_chat_template(model, PLAIN, tmp_path / "made")
+    assert not is_with_mistral_tokenizer(made)
+    assert (made / "tokenizer.json").is_file()
+
+
+def test_a_damaged_copy_of_a_model_is_made_again(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    with_chat_template(tiny_model, PLAIN, folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with_chat_template(tiny_model, PLAIN, folder)
+    assert (folder / "chat_template.jinja").read_text() == PLAIN
+
+
+def test_a_model_on_a_hub_that_cannot_be_reached_has_no_known_template(no_hub: None) -> None:
+    assert not is_with_mistral_tokenizer("org/name")
+    assert chat_template_of("org/name") is None

@@ -274,3 +274,41 @@ def test_no_prefix_cache_where_experts_are_returned_on_a_cpu():
         cpu_arguments({"vocab_size": 262, "hidden_size": 128}, given)["enable-prefix-caching"]
         is False
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", '{"hidden_size": 8}', 'config.json has no "model_type"'),
+        ("config.json", "[]", "config.json is not valid JSON"),
+        ("model.safetensors.index.json", "{", "index.json cannot be read; copy the model again"),
+    ],
+)
+def test_damaged_files_are_named(model, name, text, said):
+    (model / name).write_text(text)
+    with pytest.raises(ModelFolderError) as caught:
+        check_model_folder(model)
+    assert said in str(caught.value)
+
+
+def test_the_weights_are_those_of_the_index(model):
+    """Files that it does not name are another model's, or left from one."""
+    save_file({"a": torch.ones(2, dtype=torch.float16)}, model / "model-1.safetensors")
+    save_file({"b": torch.ones(9)}, model / "old.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert model_folder.weight_files(model) == [model / "model-1.safetensors"]
+    assert model_folder.stored_dtype(model) == "float16"
+
+
+def test_whether_the_hub_can_be_reached_is_its_name_s_to_say(monkeypatch):
+    """A proxy resolves names itself."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert not model_folder.hub_is_out_of_reach()
+    monkeypatch.setenv("HF_ENDPOINT", "http://no.such.host.invalid")
+    assert model_folder.hub_is_out_of_reach()
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    assert not model_folder.hub_is_out_of_reach()

@@ -146,3 +146,50 @@ def test_reasoning_stays_in_the_content_unless_a_parser_is_asked_for(
     else:
         assert asked.said.endswith(f"; reasoning: parser {parser!r}")
     assert parsers_of(model, {"reasoning_parser": "none"}).arguments["reasoning-parser"] is None
+
+
+def test_a_parser_of_reasoning_is_chosen_by_family_and_template_where_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    """It needs the tokens that it looks for."""
+    source = template(HERMES_CALL) + "{# <think> #}"
+    tokens = ("<think>", "</think>")
+    said = {}
+    for model_type, there in (("qwen3", tokens), ("qwen3", ()), ("gemma2", tokens)):
+        model = folder_with(tmp_path, source, model_type, there)
+        found = parsers_of(model, {"reasoning_parser": "auto"})
+        said[model_type, bool(there)] = found.said
+        assert found.arguments["reasoning-parser"] == (
+            "qwen3" if (model_type, there) == ("qwen3", tokens) else None
+        )
+        assert "reasoning-parser" not in parsers_of(model).arguments
+    assert said["qwen3", True].endswith("; reasoning: parser 'qwen3'")
+    assert said["qwen3", False].endswith("; reasoning: no parser is known for the model")
+    assert said["gemma2", True].endswith("; reasoning: no parser is known for the model")
+    assert parsers_of(tmp_path, {"reasoning_parser": "none"}).arguments["reasoning-parser"] is None
+
+
+def test_a_template_may_refuse_a_reply_and_tell_the_form_of_calls_in_the_prompt(
+    tmp_path: Path,
+) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}{{ m.content }}{% endfor %}{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    )
+    assert (
+        "knows no parser for its chat template's form"
+        in parsers_of(folder_with(tmp_path, source)).said
+    )
+
+
+def test_a_model_with_templates_for_tools_and_without_uses_the_one_for_tools(
+    tmp_path: Path,
+) -> None:
+    model = folder_with(tmp_path, "")
+    (model / "chat_template.jinja").unlink()
+    templates = [
+        {"name": "default", "template": "{{ messages[0].content }}"},
+        {"name": "tool_use", "template": template(HERMES_CALL)},
+    ]
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert chosen(model) == "hermes"

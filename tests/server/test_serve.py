@@ -12,7 +12,7 @@ import pytest
 from support.chat_server import ChatHandler, threaded
 
 from ttrl import TrainConfig, cli
-from ttrl.errors import ServerDiedError, UserError
+from ttrl.errors import ServerDiedError, ServerError, UserError
 from ttrl.records import Canary
 from ttrl.server import serve as serve_module
 from ttrl.server.auth import derived
@@ -350,3 +350,65 @@ def test_whoever_has_taken_its_address_is_told_no_key(redirects):
         server = JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20)
         server.request("GET", "/v1/models")
     assert heads and not any("Authorization" in head for head in heads)
+
+
+def test_a_key_that_cannot_be_stored_says_where(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/sub/key cannot be made: Not a directory"):
+        read_or_make_key(tmp_path / "file" / "sub" / "key")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_open"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)]
+)
+def test_who_can_reach_it_is_said(host, is_open, tmp_path, checkpoints):
+    said = []
+
+    class Made(contextlib.nullcontext):
+        root_url, port, dtype, log_path = "http://127.0.0.1:17", 17, "float32", "log"
+        other_names = ()
+        parsers = Parsers({}, "tool calls: no parser")
+
+    settings = {"key_file": tmp_path / "key", "log_path": tmp_path / "log"}
+    with pytest.raises(KeyboardInterrupt):
+        serve(
+            str(checkpoints[0]),
+            host=host,
+            make_server=lambda *_, **__: Made(),
+            say=until_it_serves(said),
+            **settings,
+        )
+    lines = "\n".join(said)
+    assert ("other hosts can reach it at 0.0.0.0 over plain HTTP" in lines) == is_open
+    if is_open:
+        assert f"http://{socket.gethostname()}:17/v1" in lines
+    else:
+        assert "http://127.0.0.1:17/v1" in lines
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ([(503, b"")], r"its engine is dead \(/health answers 503\)"),
+        ([(200, b""), (200, b"[]")], "it does not prove its key: it has another one"),
+        ([(200, b""), (200, b"{")], "it does not prove its key"),
+    ],
+)
+def test_a_joined_server_proves_itself_or_is_gone(answers, why):
+    left = list(answers)
+
+    class Answering(ChatHandler):
+        def do_GET(self):  # noqa: N802 - the name of http.server
+            status, body = left.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with threaded(Answering) as address:
+        url = address.removesuffix("/v1")
+        server = JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20)
+        with pytest.raises(ServerDiedError, match=why):
+            server.check()
+        with pytest.raises(ServerError, match=r"the weights of .* are unknown; sync it first"):
+            server.weights_digest()

@@ -3,7 +3,7 @@
 import pytest
 from support.chat_server import ChatHandler, threaded
 
-from ttrl.errors import UserError
+from ttrl.errors import ServerError, UserError
 from ttrl.server.serving import serving
 
 
@@ -31,3 +31,42 @@ def test_a_server_that_runs_takes_no_chat_template() -> None:
         serving("https://api.example.com/v1", **given),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://[::1/v1", "the address of the server is not valid: Invalid IPv6 URL"),
+        ("http:///v1", "the address names no server; give one such as http://127.0.0.1"),
+        ("http://user:secret@127.0.0.1/v1", "key"),
+    ],
+)
+def test_an_address_that_cannot_be_asked_is_refused(address: str, said: str) -> None:
+    with pytest.raises(UserError) as caught, serving(address):
+        pass
+    assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+class _Silent(ChatHandler):
+    models = ()
+
+
+class _Unlisted(ChatHandler):
+    def do_GET(self) -> None:  # noqa: N802 - the name of http.server
+        self.send_error(404)
+
+
+def test_a_server_without_models_needs_their_name() -> None:
+    """Some providers list none, and the name is theirs to check."""
+    with (
+        threaded(_Silent) as address,
+        pytest.raises(ServerError, match="serves no model"),
+        serving(address),
+    ):
+        pass
+    with threaded(_Unlisted) as address:
+        with serving(address, name="mine") as served:
+            assert served.model == "mine"
+        with pytest.raises(ServerError, match="404"), serving(address):
+            pass

@@ -105,6 +105,7 @@ def test_stopped_from_another_thread_while_it_starts(fake_server):
     [
         ("10.0.0.7", "http://10.0.0.7:1"),
         ("0.0.0.0", "http://127.0.0.1:1"),
+        ("::", "http://[::1]:1"),
         ("fe80::7", "http://[fe80::7]:1"),
     ],
 )
@@ -394,3 +395,21 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path, checkpoints):
         owner.communicate()
     assert psutil.wait_procs(processes, timeout=60)[1] == []
     assert loads_torch == "False"
+
+
+def test_it_is_started_once_and_says_whether_it_has_ended(fake_server):
+    server = fake_server()
+    assert not server.has_ended
+    with server.start():
+        with pytest.raises(RuntimeError, match="has been started already; stop"):
+            server.start()
+        assert not server.has_ended
+        os.kill(server._child.pid, signal.SIGKILL)
+        server._child.wait(30)
+        assert server.has_ended
+
+
+def test_the_longest_sequence_is_the_user_s(tmp_path):
+    made = VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log", max_model_len=77)
+    command = made._command()
+    assert command[command.index("--max-model-len") + 1] == "77"
