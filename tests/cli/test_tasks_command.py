@@ -125,6 +125,12 @@ def test_a_file_is_not_written_over(
         ("tasks = []", "", "file.py:tasks is empty; give at least one task"),
         ("def get_tasks(): return ['a']", "", "1 of 1 are not Tasks, the first is of type str"),
         ("def get_tasks(): 1 / 0", "", "calling it failed: ZeroDivisionError: division by zero"),
+        (
+            "from ttrl.errors import UserError\ndef get_tasks(): raise UserError('no data here')",
+            "",
+            "no data here",
+        ),
+        ("def get_tasks(:", "", "failed: SyntaxError"),
         ("def other(): pass", "", "has no 'get_tasks'"),
         ("import nothing_of_that_name", "", "nothing_of_that_name"),
         ("def get_tasks(): pass", ":others", "did you mean 'get_tasks'|has no 'others'"),

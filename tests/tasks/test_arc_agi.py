@@ -4,6 +4,7 @@ rule.
 
 import json
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -298,3 +299,18 @@ def test_published_puzzles(shared, reply):
                 == 1.0
             )
             assert grader(reply(grader.reference()))[0] == 1.0
+
+
+def test_a_puzzle_with_several_tests_asks_for_all_of_them(tmp_path, reply):
+    """Without a name it is called by its grids."""
+    pairs = [{"input": [[number]], "output": [[number + 1]]} for number in range(4)]
+    row = {"train": pairs[:2], "test": pairs[2:]}
+    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    (task,) = get_arc_agi_tasks("test", path=tmp_path)
+    question = task.messages[-1]["content"]
+    assert "Test input 1:\n2\n\nTest input 2:\n3" in question
+    assert "their output grids, in this order, with an empty line between" in question
+    assert task.grader(reply("3\n\n4"))[0] == 1.0
+    name = parse_row(row).id
+    assert re.fullmatch("[0-9a-f]{8}", name)
+    assert parse_row(row).id == name != parse_row({**row, "test": pairs[:1]}).id

@@ -27,6 +27,7 @@ from ttrl.tasks.countdown import CountdownGrader, evaluate, get_countdown_tasks
         ("<answer>((1 + 2) * (5)) - 5</answer>", 1.0),
         ("<answer>[(1 + 2) * 5] - 5</answer>", 1.0),
         ("<answer>-5 + (2 + 1) * 5</answer>", 1.0),
+        ("<answer>+(2 + 1) * 5 - +5</answer>", 1.0),
         ("<answer>(１ ＋ ２) × ５ － ５</answer>", 1.0),
         ("<answer>(١ + ٢) * ٥ - ٥</answer>", 1.0),
         ("<answer>5 / 5 * (1 * 2)</answer>", 0.1),

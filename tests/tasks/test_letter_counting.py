@@ -235,3 +235,9 @@ def test_length_exponent_weighs_words_within_a_count():
     for count in (0, 1):
         odds = (weighted[count][8] / weighted[count][4]) / (even[count][8] / even[count][4])
         assert 2.8 < odds < 5.7  # 4; the logarithm has a standard deviation of about 0.1
+
+
+def test_references_earn_all(reply):
+    for task in get_letter_counting_tasks("train", 5):
+        reward, metrics = task.grader(reply(task.grader.reference()))
+        assert (reward, metrics["exact"]) == (1.0, 1.0)

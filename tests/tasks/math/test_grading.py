@@ -35,6 +35,8 @@ pytest.importorskip("math_verify")
         ("Answer: $\\sqrt{2}$", "$\\sqrt{2}$"),
         ("**Answer:** 5\n", "5"),
         ("Answer:\n\n5", "5"),
+        ("Answer:\n\n5\n\nThat is all.", "5"),
+        ("Answer: the answer is 5", "5"),
         ("Answer: 4\nAnswer: 5", "5"),
         ("Answer: The largest $n$ is 34. I am sure.", "34/1"),
         ("Answer: The set is $\\{1, 2\\}$.", "The set is $\\{1, 2\\}$"),

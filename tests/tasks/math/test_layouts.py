@@ -116,6 +116,7 @@ def test_levels_subjects_and_names():
             "the answer is ''",
         ),
         ({"prompt": [], "answer": "5"}, "prompt is an empty list"),
+        ({"prompt": ["P?"], "answer": "5"}, "prompt has 'P\\?'; it must be a text, or a list"),
         ({"prompt": [{"role": "user"}], "answer": "5"}, "a list of messages with role and content"),
         ({"prompt": "P?", "reward_model": "rule", "solution": None}, "no field"),
     ],

@@ -3,6 +3,7 @@ trying out every possible night.
 """
 
 import json
+import random
 from itertools import permutations, product
 
 import pytest
@@ -17,6 +18,7 @@ from ttrl.tasks.temporal_clue import (
     load_puzzles,
     make_puzzle,
 )
+from ttrl.tasks.temporal_clue.generator import draw_size
 from ttrl.tasks.temporal_clue.grading import normalise, read_answers
 from ttrl.tasks.words import in_validation
 
@@ -469,3 +471,18 @@ def test_scopes(tmp_path):
         make_puzzle(0, SIZES["tiny"], "all")
     with pytest.raises(TaskError, match="size and scope apply to puzzles generated here"):
         get_temporal_clue_tasks("train", 1, path=tmp_path, scope="night")
+
+
+def test_answers_are_read_by_their_letters_and_the_reference_earns_all(reply):
+    assert read_answers("**A.** Miss Violet\nD. 11:30 PM") == {"A": "miss violet", "D": "11:30 pm"}
+    grader = TemporalClueGrader(SOLUTION)
+    assert read_answers(grader.reference()).keys() == SOLUTION.keys()
+    assert grader(reply(grader.reference()))[0] == 1.0
+
+
+@pytest.mark.parametrize("scope", ["answers", "night"])
+def test_sizes_are_mixed_in_both_scopes(scope):
+    rng = random.Random("sizes")
+    sizes = [draw_size(rng, scope) for _ in range(200)]
+    assert {2, 5, 9} <= {size.suspects for size in sizes} <= set(range(2, 11))
+    assert all(2 <= size.weapons <= 8 for size in sizes)

@@ -270,3 +270,10 @@ def test_no_setting_is_made_for_both_splits():
         for task in get_zebra_grid_tasks(split, 20, 7, houses=2, attributes=2):
             values = re.findall(r"`([^`]+)`", task.messages[0]["content"])
             assert in_validation("zebra-grid " + " ".join(values)) == (split == "validation")
+
+
+def test_the_reference_is_the_table_of_the_solution(reply):
+    grader = ZebraGridGrader(HEADER, ROWS)
+    assert read_tables(grader.reference())
+    reward, metrics = grader(reply(grader.reference()))
+    assert (reward, metrics["solved"]) == (1.0, 1.0)
