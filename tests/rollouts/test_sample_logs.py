@@ -321,3 +321,17 @@ def test_a_folder_for_samples_has_answers_streamed(kit, tmp_path, rollout):
         ord("y"),
     ]
     assert (tmp_path / "more" / "t_000.txt").read_text().startswith("task               t\n")
+
+
+def test_messages_that_are_not_by_the_book_are_shown_as_they_are():
+    messages = [
+        {
+            "role": "user",
+            "content": ["plain", {"type": "image_url", "image_url": "http://a/b.png"}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": ["look", {"id": "c", "x": 1}]},
+    ]
+    text = sample_text(make(messages=messages))
+    assert "plain\n[image_url: http://a/b.png]" in text
+    assert '[tool call "look"]' in text
+    assert '[tool call {"id": "c", "x": 1}]' in text

@@ -580,6 +580,12 @@ def test_raise_if_all_failed(kit):
         ([task("\ud83d")], {}, TaskError, "JSON"),
         ([task("x")], {"n": 0}, UserError, "n is 0"),
         ([task("x")], {"n": True}, UserError, "n is True"),
+        (
+            [task("x")],
+            {"samples_per_request": 0},
+            UserError,
+            "samples_per_request is 0; give a number of at least 1",
+        ),
         ([task("x")], {"n": 1.5}, UserError, "n is 1.5"),
         ([task("x")], {"params": [1]}, UserError, "params is"),
         ([task("x")], {"params": {"temprature": 1}}, UserError, "did you mean 'temperature'"),
@@ -605,6 +611,11 @@ def test_bad_arguments_are_refused_before_any_request(kit, tasks, kwargs, kind, 
             assert server.requests == []
 
     asyncio.run(main())
+
+
+def test_no_client_is_refused():
+    with pytest.raises(UserError, match="client is an empty list; give at least one AsyncOpenAI"):
+        asyncio.run(get_task_results([task("x")], [], "m"))
 
 
 def test_a_sync_client_is_refused():

@@ -176,3 +176,20 @@ def test_property_streams_of_other_servers(given, zeros, names, ids, again):
         said = (index, id if ids else None, name if names else None)
         parts += [part(*said, one) for one in [*own, *[text] * again_here]]
     assert streamed(*parts) == calls
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ['{"x": ', "9" * 5000, "}"],  # more digits than Python reads
+        ['{"x": ', "[" * 100_000],
+        ['{"x": 1}', "[2]"],
+    ],
+)
+def test_arguments_that_cannot_be_read_are_joined(pieces):
+    assert whole_arguments(pieces) == "".join(pieces)
+
+
+def test_a_part_may_only_carry_the_id_of_its_call():
+    parts = [part(0, "a", "f", ""), {"index": 0, "id": "a"}, more('{"x":1}')]
+    assert streamed(*parts) == ONE

@@ -150,6 +150,8 @@ def test_what_is_likely_wrong_with_an_address(kit, status, hint):
 
 def test_retry_after():
     assert retry_after({"retry-after": "3"}) == 3.0
+    past = "Sun, 06 Nov 1994 08:49:37 -0000"  # without a zone: UTC
+    assert retry_after({"retry-after": past}) == 0.0
     assert retry_after({"retry-after": "3", "retry-after-ms": "1500"}) == 1.5
     soon = retry_after(
         {"retry-after": format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)}
