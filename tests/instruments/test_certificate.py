@@ -3,6 +3,7 @@ failed case.
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -109,3 +110,13 @@ def test_what_raises_is_a_failed_case_and_the_others_go_on():
     assert (first.part, first.passed) == ("a", False)
     assert first.found == "ZeroDivisionError: division by zero"
     assert (second.part, second.passed, second.found) == ("b", True, "fine")
+
+
+def test_the_first_cases_are_those_of_attention():
+    """Each is tried when it is asked for, and says what it found."""
+    cases = list(itertools.islice(certificate.certify(CPU), 2))
+    assert [case.part for case in cases] == ["attention", "attention"]
+    assert [case.case for case in cases] == [
+        f"float32, heads of {certificate.HEAD_DIMS[0]}, rows of {length}" for length in (320, 704)
+    ]
+    assert all(case.passed for case in cases), cases

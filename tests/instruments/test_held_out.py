@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from ttrl.errors import RunFolderError
 from ttrl.instruments.held_out import LEAST_ESS, AnswersFacts, HeldOut
 from ttrl.instruments.study import study
-from ttrl.instruments.study_run import study_run
+from ttrl.instruments.study_run import last_words, study_run
 from ttrl.records import Sample
 
 LONGEST = 5
@@ -222,3 +222,11 @@ def test_draws_without_an_answer_are_counted(whole_run, held_out, caplog):
     held_out.sample.fail = 30
     with pytest.raises(RunFolderError, match="no answer to three prompts can be used: RuntimeErr"):
         study(checkpoint, factors=[1.0], held_out=dataclasses.replace(held_out, request="new"))
+
+
+def test_the_last_words_say_when_the_answers_were_sampled(whole_run, held_out):
+    found = study_run(whole_run, dtype="fp64", held_out=held_out)
+    said = " ".join(last_words(found).split())
+    assert "The entropy batch (three prompts) was sampled before iterations 1;" in said
+    least = min(one["entropy_batch"]["effective_size"] for one in found["steps"])
+    assert f"at least {least:.0%} of them are effective" in said

@@ -17,6 +17,7 @@ from support.facts import rows_of
 from support.studied_run import changed, samples_of, train, two_iterations
 from support.tiny_models import random_samples
 from support.training_steps import ALONE
+from transformers import AutoTokenizer
 
 from ttrl.cli import main
 from ttrl.data.packing import masks
@@ -43,14 +44,16 @@ from ttrl.instruments.precision_sweep import (
 )
 from ttrl.instruments.study import study
 from ttrl.instruments.study_pictures import (
+    age_text,
     draw_noise,
     draw_precision,
     draw_tokens,
     fit_text,
     save_figures,
 )
-from ttrl.instruments.study_report import headline, known
+from ttrl.instruments.study_report import headline, known, study_text
 from ttrl.system.files import write_json
+from ttrl.tiny_model import make_tiny_model
 from ttrl.training import batches
 from ttrl.training.kernels import attention, logprobs
 from ttrl.training.models.weights import to_hugging_face_names
@@ -911,3 +914,47 @@ def test_what_one_group_cannot_tell_is_null(tmp_path):
         "groups": [1, None],
         "dtype": "fp32",
     }
+
+
+def test_the_text_says_what_was_sampled_projected_and_rounded(run):
+    """Of a study that did so; the figures are put into one that did not."""
+    found = study(run, sequences=8, factors=[1.0], kernel=4)
+    plain = study_text(found)
+    assert "answers of the pack" in plain
+    assert ", exact" in plain
+    assert "By quantity" in plain
+    kinds = {
+        name: {**kind, "projection_error": 0.25} for name, kind in found["kernel"]["kinds"].items()
+    }
+    batch = {**found["entropy_batch"], "tasks": "its tasks", "iteration": 3, "mismatch": 0.012}
+    changed = {
+        **{name: value for name, value in found.items() if name != "precision"},
+        "kernel": {**found["kernel"], "sums": 65536, "kinds": kinds},
+        "entropy_batch": batch,
+        "step": {**found["step"], "moment_rounding": {"exp_avg": 0.0123}},
+        "lr": found["lr"] * 3,
+    }
+    text = study_text(changed)
+    for part in (
+        "projected to 65,536 numbers",
+        "projection error 0.25 of its bound",
+        "answers to its tasks, sampled before iteration 3",
+        "mean |trainer − server| 0.012 nats per token",
+        "rounds its moments to 8 bits: exp_avg 1.23% of their size",
+        "The sweep has no step of the run's own learning rate (--factors 1).",
+    ):
+        assert part in " ".join(text.split())
+    assert "By quantity" not in text
+
+
+def test_ages_are_told_in_steps():
+    ages = [{"newest": 1, "oldest": 1}, {"newest": 2, "oldest": 3}, {"newest": 4, "oldest": None}]
+    assert [age_text(age) for age in ages] == ["1", "2 to 3", "4 and more"]
+
+
+def test_a_model_s_tokens_are_written_by_its_tokenizer(model_folder, tmp_path):
+    """Without one, by their numbers."""
+    model = make_tiny_model(tmp_path / "model", layers=1, width=16, heads=1)
+    ids = AutoTokenizer.from_pretrained(model).encode("hi")
+    assert module.decoder_of(str(model))(ids) == "hi"
+    assert module.decoder_of(str(model_folder()))([5, 17]) == "5 17"
