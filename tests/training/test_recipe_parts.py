@@ -17,11 +17,19 @@ from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.packing.placement import balance
-from ttrl.errors import DivergedError, PackError, TrainerMemoryError
+from ttrl.errors import (
+    ConfigError,
+    DivergedError,
+    ModelFolderError,
+    PackError,
+    TrainerMemoryError,
+)
 from ttrl.training.batches import Update, check_pack, updates
 from ttrl.training.counts import row_flops, token_counts, work_counts
 from ttrl.training.faults import Finite, Skipped, advice, memory_advice, savings, somewhere
-from ttrl.training.parallel.distributed import Ranks, ranks
+from ttrl.training.gradient_parts import GradientParts
+from ttrl.training.parallel.distributed import Ranks, check_here, ranks
+from ttrl.training.references import model_digest
 from ttrl.training.step_metrics import Range, effective_sample_size
 from ttrl.training.timing import Profiler, Stopwatch, largest_product, matmul_peak, memory_peaks
 from ttrl.training.train_log import TrainProgress
@@ -475,3 +483,81 @@ def test_a_training_goes_on_where_its_progress_cannot_be_written(tmp_path, monke
     (tmp_path / "gone").mkdir()
     progress.advance()
     assert (tmp_path / "gone" / "progress").read_text() == "2 2\n"
+
+
+def test_a_pack_without_trained_tokens_or_beyond_the_context_is_refused(
+    packed, model_folder, load_policy
+):
+    policy = load_policy(model_folder())
+    untrained = dataclasses.replace(packed, labels=torch.full_like(packed.labels, -100))
+    with pytest.raises(PackError, match=r"none of the pack's \d+ rows has a trained token; check"):
+        check_pack(untrained, policy)
+    context = policy.decoder.max_seq_len
+    far = dataclasses.replace(packed, input_pos=packed.input_pos + context)
+    with pytest.raises(PackError, match=rf"positions, but the model's context is {context}; low"):
+        check_pack(far, policy)
+
+
+# A trainer that stays
+
+
+@pytest.mark.parametrize(
+    ("settings", "here", "problem"),
+    [
+        ({}, HERE, None),
+        (
+            {},
+            Ranks(0, 1, torch.device("cuda")),
+            "device is 'cpu', but this trainer was started on 'cuda'",
+        ),
+        (
+            {},
+            Ranks(0, 1, torch.device("cpu"), tensor_ranks=2),
+            "tensor_parallel is 1, but this trainer was started with 2",
+        ),
+        (
+            {"num_threads": 77},
+            HERE,
+            r"num_threads is 77, but this trainer was started with \d+",
+        ),
+    ],
+)
+def test_a_trainer_is_kept_for_configs_that_it_was_started_for(
+    settings, here, problem, model_folder
+):
+    asked = config(model=str(model_folder()), **settings)
+    if problem is None:
+        check_here(asked, here)
+        return
+    with pytest.raises(ConfigError, match=problem + "; start it again"):
+        check_here(asked, here)
+
+
+def test_a_process_alone_is_in_no_group():
+    assert (HERE.host_group, HERE.data_group, HERE.tensor_group) == (None, None, None)
+
+
+def test_a_reference_model_is_a_folder_with_a_config(tmp_path):
+    with pytest.raises(ModelFolderError, match=r"has no config\.json; reference_model must be a"):
+        model_digest(tmp_path)
+
+
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_weights_that_were_set_aside_are_put_back(from_folder, model_folder, load_policy):
+    """Out of the CPU's memory, or where files have them, out of the files."""
+    folder = model_folder()
+    policy = load_policy(folder)
+    before = {name: tensor.clone() for name, tensor in policy.full_weights().items()}
+    put_back = policy.set_aside(folder if from_folder else None)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0)
+    assert not torch.equal(policy.full_weights()["norm.scale"], before["norm.scale"])
+    put_back()
+    after = policy.full_weights()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_gradient_without_parts_has_no_share():
+    parts = GradientParts({"policy", "kl"})
+    assert parts.share(HERE) is None

@@ -54,6 +54,7 @@ def changed(model_folder, tmp_path):
             r"layer_types \(not for phi3 models\)",
         ),
         ("gemma2", {"use_bidirectional_attention": True}, "attention to later tokens"),
+        ("llama", {"is_encoder_decoder": True}, "an encoder in addition to the decoder"),
         (
             "llama",
             {"final_logit_softcapping": 5.0},
@@ -314,3 +315,41 @@ def test_the_text_part_of_a_model_with_a_vision_tower(native, with_vision_tower,
         plan = check_parity.attention_plan(zeros, zeros, tokens - 1, torch.float32)
         ours = decoder.logits(decoder.hidden_states(tokens, tokens - 1, plan))
         torch.testing.assert_close(ours, reference(tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model_type": "olmo2"}, r"the model type 'olmo2' \(supported: "),
+        ({"model_type": "qwen2_moe"}, r"a mixture of experts \("),
+    ],
+)
+def test_what_only_transformers_computes_is_refused_by_our_decoder(settings, problem, changed):
+    with pytest.raises(ModelFolderError, match=problem):
+        read_config(changed("qwen2", **settings), decoder="torchtune")
+
+
+def test_a_rope_by_the_longest_row_is_refused_by_transformers_own_class(changed):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ModelFolderError, match=r"the RoPE type 'dynamic' \(transformers computes"):
+        read_config(changed("llama", rope_parameters=rope), decoder="transformers")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}),
+            "model.norm.weight is torch.int8; ttrl trains from float weights of 16 bits or more",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(9)}),
+            r"model.norm.weight is \(9,\), but config.json says \(32,\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_transformers_own_class(change, problem, changed):
+    folder = changed("qwen2")
+    rewrite(folder, change)
+    with pytest.raises(ModelFolderError, match=problem):
+        dict(iter_weights(folder, "transformers"))

@@ -17,7 +17,7 @@ from ttrl.errors import RunFolderError, StorageError
 from ttrl.system.files import digest
 from ttrl.training.batches import updates
 from ttrl.training.optimizer.optimizer import clip_and_step, make_optimizer
-from ttrl.training.optimizer.state import load_state, save_state, state_tensors
+from ttrl.training.optimizer.state import load_state, rounded_to_8_bits, save_state, state_tensors
 from ttrl.training.parallel import sharding
 from ttrl.training.policy.loading import load_policy
 
@@ -325,3 +325,19 @@ def test_tables_that_do_not_fit_their_files_are_named(model_folder, packed, tmp_
     path.write_text(json.dumps({key: value for key, value in table.items() if key != name}))
     with pytest.raises(RunFolderError, match="another model or optimizer"):
         load_state(tmp_path / "state", policy, optimizer)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_moments_are_rounded_as_codes_of_8_bits_hold_them(signed):
+    """In blocks, each by its own largest; small tensors, and those of no whole blocks, are not."""
+    generator = torch.Generator().manual_seed(0)
+    moment = torch.randn(64, 256, generator=generator)
+    if not signed:
+        moment = moment.square()
+    rounded = rounded_to_8_bits(moment, signed)
+    assert rounded.shape == moment.shape
+    assert not torch.equal(rounded, moment)
+    largest = moment.abs().amax(dim=1, keepdim=True)
+    assert bool(((rounded - moment).abs() <= 0.03 * largest).all())
+    for small in (moment[:4], moment[:, :250]):
+        assert torch.equal(rounded_to_8_bits(small, signed), small)

@@ -36,6 +36,7 @@ from ttrl.training.policy.lora import (
     _part_in_four_bits,
     adapted,
     is_adapter,
+    merge,
     plain,
     without_adapters,
 )
@@ -506,3 +507,22 @@ def test_reference_swaps_weights_where_there_are_no_adapters(model_folder):
     with as_reference(policy, config):
         assert not torch.allclose(logprobs(policy), before, atol=1e-3)
     assert torch.isfinite(logprobs(policy)).all()
+
+
+def test_a_merged_matrix_is_the_formula_s_and_that_of_a_switched_off_adapter_its_base():
+    generator = torch.Generator().manual_seed(0)
+    weight, lora_a, lora_b = (
+        torch.randn(*shape, generator=generator) for shape in ((5, 4), (2, 4), (5, 2))
+    )
+    magnitude = torch.rand(5, generator=generator, requires_grad=True)
+    lora_b.requires_grad_()
+    changed = weight + 0.5 * lora_b @ lora_a
+    expected = changed * (magnitude / changed.norm(dim=1)).unsqueeze(1)
+    gradients = []
+    for constant in (True, False):
+        merged = merge(weight, lora_a, lora_b, magnitude, 0.5, constant_lengths=constant)
+        torch.testing.assert_close(merged, expected)
+        gradients.append(torch.autograd.grad(merged.square().sum(), lora_b)[0])
+    exact = torch.autograd.grad(expected.square().sum(), lora_b)[0]
+    torch.testing.assert_close(gradients[1], exact, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(gradients[0], exact, atol=1e-3)
