@@ -9,6 +9,7 @@ import shutil
 from uuid import uuid4
 
 import pytest
+from support import os_calls
 from support.world import Disk, PowerCut
 
 from ttrl.errors import RunFolderError, ServerStartError, StorageError
@@ -249,3 +250,17 @@ def test_a_server_that_never_started_binds_nobody_either(world):
         world.train(iterations=1)
     world.server_class = before
     world.train(iterations=1, seed=3)
+
+
+def test_a_run_goes_on_where_finished_groups_cannot_be_stored(world, caplog):
+    """They would only have to be sampled again if the run ended here."""
+
+    def full(path, mode, flags):
+        if str(path).endswith("rollouts.partial.jsonl") and "a" in (mode or ""):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with os_calls.before("open", full):
+        world.train(**RUN)
+    assert "finished groups could not be stored" in caplog.text
+    assert "No space left" in caplog.text
+    assert [row["iteration"] for row in world.rows()] == [0, 1, 2]

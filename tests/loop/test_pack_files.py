@@ -1,5 +1,6 @@
 """`ttrl pack`: byte for byte what a run packs, what it says, and what it refuses."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 import ttrl
 from ttrl import AdvantageConfig, PackedTensors, TaskResults, TaskResultTokenizer, cli
 from ttrl.data.packing.packed_file import tokenizer_digest
-from ttrl.errors import UserError
+from ttrl.errors import ServerError, UserError
 from ttrl.loop.pack_files import pack_files, read_rollouts
 from ttrl.records import Sample
 from ttrl.system.files import read_jsonl
@@ -181,3 +182,57 @@ def test_a_pack_has_one_temperature(world: World, rollouts: Path) -> None:
         pack_files([rollouts, other], world.config(), out)
     with pytest.raises(UserError, match=f"0.7 for 16 samples in {other}; 1 for --set or --config"):
         pack_files([other], world.config(temperature=1.0), out)
+
+
+def test_a_base_model_s_prompts_are_not_compared(world: World, rollouts: Path) -> None:
+    """Nor has its pack a digest where the model has no tokenizer.json."""
+    base = world.folder / "base"
+    shutil.copytree(world.model, base)
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = world.config(model=str(base), **SETTINGS)
+    made = pack_files([rollouts], config, world.folder / "packed.safetensors")
+    assert made.prompts.compared == 0
+    said = "\n".join(made.lines())
+    assert "template  not compared: no chat template, or no prompts with token ids" in said
+    assert "no digest" in "\n".join(dataclasses.replace(made, digest=None).lines())
+    counts = {**(made.facts.tokenization or {}), "mismatches": 2, "turns": 1200}
+    facts = made.facts.replace(tokenization=counts)
+    assert (
+        "warning   the ids of 2 of 1,200 replies decode to another text than the server's"
+        in "\n".join(dataclasses.replace(made, facts=facts).lines())
+    )
+
+
+def test_a_template_that_refuses_a_prompt_is_told_with_its_task(
+    world: World, rollouts: Path
+) -> None:
+    """The server's template has taken it."""
+    template = world.folder / "template.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ raise_exception('never') }}{{ message.content }}"
+        "{% endfor %}"
+    )
+    config = world.config(chat_template=str(template), **SETTINGS)
+    made = pack_files([rollouts], config, world.folder / "packed.safetensors")
+    assert (made.prompts.compared, made.prompts.differing) == (4, 4)
+    assert made.prompts.first == read_rollouts(rollouts)[0].task_id
+
+
+def test_a_hundred_prompts_are_compared_of_those_with_ids(world: World, rollouts: Path) -> None:
+    rows = read_jsonl(rollouts)
+    first = rows[0]["task_id"]
+    without = [row | {"opening": "y"} if row["task_id"] == first else row for row in rows]
+    many = world.folder / "many.jsonl"
+    copies = [row | {"task_id": f"{row['task_id']}/{n}"} for n in range(40) for row in rows]
+    many.write_text("".join(json.dumps(row) + "\n" for row in [*without, *copies]))
+    made = pack_files([many], world.config(**SETTINGS), world.folder / "packed.safetensors")
+    assert (made.prompts.compared, made.prompts.differing) == (100, 0)
+
+
+def test_experts_that_no_server_returned_cannot_be_replayed(world: World, rollouts: Path) -> None:
+    config = world.config(training={"router_replay": True}, **SETTINGS)
+    with pytest.raises(ServerError, match=r"no experts for any of 12 samples; start vLLM with"):
+        pack_files([rollouts], config, world.folder / "packed.safetensors")

@@ -101,6 +101,9 @@ def test_a_probe_that_samples_nothing_is_no_plan(world):
 def test_only_whole_iterations_on_this_machine_are_probed(world):
     with pytest.raises(UserError, match="leave out recipe_only"):
         plan(world.config(), recipe_only=True, probe=True)
+    elsewhere = world.config(joined_servers=["http://10.0.0.7:8000"])
+    with pytest.raises(UserError, match="only this machine: leave out nnodes and joined_servers"):
+        plan(elsewhere, world.tasks(4), probe=True)
 
 
 def test_what_grows_with_tasks_is_scaled():

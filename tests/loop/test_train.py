@@ -12,13 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from ttrl import Task, TrainConfig
+from ttrl import Task, TrainConfig, train
 from ttrl.errors import (
     ConfigError,
     ModelFolderError,
     RunFolderError,
     TaskError,
+    UserError,
 )
 from ttrl.facts import FLOPS_PARTS, MetricsRow, PhaseSeconds
 from ttrl.loop.phases import Phases
@@ -579,3 +581,35 @@ def test_a_run_with_a_chat_template_starts_from_a_model_that_has_it(world, tmp_p
         RunFolderError, match=r"was started with another config:\n *- chat_template"
     ):
         world.train(iterations=1, model=str(bare), chat_template=str(file))
+
+
+def test_a_run_without_ray_for_its_cluster_says_what_to_install(world, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "ttrl.cluster.lead", raising=False)
+    monkeypatch.delattr("ttrl.cluster.lead", raising=False)
+    config = world.config(cluster="auto", weight_sync="reload")
+    with pytest.raises(UserError, match=r"cluster is 'auto', but Ray cannot be loaded .*pip inst"):
+        train(config, world.tasks(4), quiet=True)
+    assert not world.run.exists()
+
+
+def test_a_step_back_to_adapters_of_an_earlier_ttrl_is_noted(world, tmp_path, capfd):
+    """They held their base in fp32; the model's files are in bf16."""
+    model = tmp_path / "bf16"
+    shutil.copytree(world.model, model)
+    weights = load_file(model / "model.safetensors")
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in weights.items()},
+        model / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    settings = {"model": str(model), "training": {"lora_rank": 4}}
+    world.train(iterations=1, **settings)
+    adapter = world.run / "iterations" / "0001" / "checkpoint" / "adapter"
+    adapter.mkdir(exist_ok=True)
+    (adapter / "ttrl_adapter.json").write_text(json.dumps({"lora_base_dtype": "fp32"}))
+    capfd.readouterr()
+    world.train(iterations=2, **settings)
+    said = " ".join(capfd.readouterr().out.split())
+    assert "note: earlier, this run held the base of its adapters in fp32; from now on" in said
+    assert "as in its files, in bfloat16" in said

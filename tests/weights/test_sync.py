@@ -19,6 +19,7 @@ from ttrl.errors import (
     ServerStartError,
     WeightSyncError,
 )
+from ttrl.loop import supervised_run
 from ttrl.records import Canary, HalfPrecision, Handover
 from ttrl.server.connection import JoinedServer
 from ttrl.server.model_folder import weights_digest
@@ -596,3 +597,20 @@ def test_a_canary_that_cannot_be_used(checkpoints, change, message):
         ModelFolderError, match=rf"canary\.json.*{message}.*without it, ttrl cannot check"
     ):
         Canary.load(checkpoints[0])
+
+
+def test_a_supervised_run_trusts_a_server_started_with_its_model(fake_server, checkpoints):
+    """Nothing proves a model that no trainer of ours has written; checkpoints are proven."""
+    old, new = checkpoints
+    (old / "canary.json").unlink()
+    with fake_server() as server:
+        pid = server._child.pid
+        started = supervised_run._sync(server, old, mode="start")
+        assert (started.mode, started.proof, server._child.pid) == ("start", None, pid)
+        assert server.policy_folder == old.absolute()
+        trained = supervised_run._sync(server, new)
+        assert (trained.mode, server.model_folder) == ("reload", new)
+        assert trained.proof.canary_max_difference < 1e-9
+        back = supervised_run._sync(server, old)
+        assert (back.proof, server.policy_folder) == (None, old.absolute())
+        assert server._child.pid != pid
