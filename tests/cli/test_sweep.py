@@ -172,7 +172,7 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
         read_sweep(path)
     with pytest.raises(UserError, match="cannot be read"):
         read_sweep(path.with_name("nothing"))
-    with pytest.raises(UserError, match="gpus is 0; give each run 1 or more"):
+    with pytest.raises(UserError, match="gpus is 0; it must be at least 1"):
         read_sweep(sweep(seeds=[0, 1], gpus=0))
     path.write_text("- recipe\n- runs\n")
     with pytest.raises(UserError, match="is not a mapping; it needs recipe, runs, and arms or"):
