@@ -175,7 +175,9 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
     with pytest.raises(UserError, match="gpus is 0; it must be at least 1"):
         read_sweep(sweep(seeds=[0, 1], gpus=0))
     path.write_text("- recipe\n- runs\n")
-    with pytest.raises(UserError, match="is not a mapping; it needs recipe, runs, and arms or"):
+    with pytest.raises(
+        UserError, match="is not a mapping; it needs recipe, runs, and arms, grid or"
+    ):
         read_sweep(path)
 
 

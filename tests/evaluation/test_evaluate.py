@@ -515,7 +515,7 @@ def test_the_table_of_families() -> None:
             tasks = TaskSpec.parse(f"{name}:{family.example}" if family.example else name).tasks(2)
             assert len(tasks) == 2
     assert str(TaskSpec.parse("arc-easy@train=some/where")) == "arc_easy@train=some/where"
-    with pytest.raises(UserError, match="largest is .many.; give a whole number from 10"):
+    with pytest.raises(UserError, match=r"largest is 'many'; give a whole number from 10"):
         TaskSpec.parse("countdown").with_option("largest", "many").tasks(2)
     with pytest.raises(UserError, match="leave :small out"):
         TaskSpec.parse("countdown:small")
