@@ -19,7 +19,7 @@ from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.families import TaskSpec
 from ttrl.monitoring.loggers import make_loggers
-from ttrl.registries import FAMILIES, LOGGERS, OBJECTIVES, load
+from ttrl.registries import FAMILIES, LOGGERS, OBJECTIVES
 from ttrl.system.console import Console
 from ttrl.training.objective.objective import objective_from
 
@@ -77,6 +77,36 @@ def test_a_registered_family(vowels: None) -> None:
         TaskSpec.parse("vowels=words.txt")
 
 
+WRONG_FAMILIES = {
+    "def get(split, n, seed): return 1 / 0": r"failed: ZeroDivisionError.* \(its_tasks.py, line 1\)$",
+    "def get(split, n, seed): pass": "is of type NoneType; give a list of Task",
+    "def get(split, n, seed): return []": "has no tasks; choose another split",
+    "def get(): return []": r"its_tasks:get takes other arguments \(too many .* needs split, n, seed",
+    "other = 1": "'its' of one 1.0 names its_tasks:get, and it cannot be loaded: AttributeError",
+}
+
+
+@pytest.mark.parametrize("code", WRONG_FAMILIES)
+def test_a_wrong_family(site: Path, code: str) -> None:
+    entry = "from ttrl import TaskFamily\nITS = TaskFamily('its_tasks:get')\n"
+    groups = {"ttrl.tasks": {"its": "its_entry:ITS"}}
+    install(site, "one", groups, its_entry=entry, its_tasks=f"{code}\n")
+    try:
+        with pytest.raises(UserError, match=WRONG_FAMILIES[code]):
+            TaskSpec.parse("its").tasks(2)
+    finally:
+        for name in ("its_entry", "its_tasks"):
+            sys.modules.pop(name, None)
+
+
+def test_the_names_of_other_packages_are_listed(
+    vowels: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, other in (("objective", "one_sided"), ("loggers", "rewards")):
+        assert cli.main(["config", name]) == 0
+        assert f"Of other packages here: {other}\n" in capsys.readouterr().out
+
+
 def test_a_registered_logger(vowels: None, tmp_path: Path) -> None:
     entry = {"name": "rewards", "file": "own.txt"}
     loggers = make_loggers([entry], tmp_path, Console(quiet=True), {})
@@ -116,10 +146,13 @@ ENTRY = "from ttrl import Objective\nLOSS = Objective('one_loss:loss', settings=
 
 
 def test_an_entry_that_cannot_be_loaded_harms_only_its_users(site: Path) -> None:
-    broken = {"ttrl.objectives": {"mine": "broken:LOSS"}, "ttrl.tasks": {"its": "broken:get"}}
-    install(site, "broken", broken, broken="import no_such_module\n")
+    broken = {
+        "ttrl.objectives": {"mine": "broken_entries:LOSS"},
+        "ttrl.tasks": {"its": "broken_entries:get"},
+    }
+    install(site, "broken", broken, broken_entries="import no_such_module\n")
     said = (
-        "objective is 'mine'; ttrl.objectives: 'mine' of broken 1.0 cannot be loaded from broken:LOSS: "
+        "objective is 'mine'; ttrl.objectives: 'mine' of broken 1.0 cannot be loaded from broken_entries:LOSS: "
         "ModuleNotFoundError: No module named 'no_such_module'; fix that package"
     )
     with pytest.raises(ConfigError) as caught:
@@ -173,7 +206,12 @@ WRONG_LOSSES = {
     "def loss(logprobs_N, clip_low): return -logprobs_N.sum(), {}": r"returns \(tensor\(3",
     "def loss(logprobs_N, clip_low): return -logprobs_N": r"returns tensor\(\[1., 2.\]",
     "def loss(logprobs_N, clip_low): return logprobs_N.detach(), {}": r"returns \(tensor\(\[",
-    "def loss(logprobs_N, clip_low): return 1 / 0": "fails on 2 tokens: ZeroDivisionError",
+    "def loss(logprobs_N, clip_low): return 1 / 0": r"fails on 2 tokens: ZeroDivisionError.* "
+    r"\(one_loss.py, line 1\)",
+    "def loss(logprobs_N, clip_low): return logprobs_N * float('nan'), {}": "returns .*nan.* for 2 "
+    "tokens; it must return the loss of each token, a finite",
+    "import torch\n\ndef loss(logprobs_N, clip_low): return -logprobs_N * torch.ones(2), {}": "fails "
+    "on 5 tokens: RuntimeError",
     "import no_such_module": "cannot be loaded: ModuleNotFoundError: No module named",
 }
 
@@ -194,7 +232,8 @@ def install_loss(site: Path) -> Iterator[Callable[[str], None]]:
 @pytest.mark.parametrize("code", WRONG_LOSSES)
 def test_a_wrong_loss(code: str, install_loss: Callable[[str], None]) -> None:
     install_loss(code)
-    with pytest.raises(UserError, match=f"^one_loss:loss {WRONG_LOSSES[code]}"):
+    where = r"^ttrl\.objectives: 'mine' of one 1\.0(: | names )one_loss:loss(, and it)?"
+    with pytest.raises(UserError, match=f"{where} {WRONG_LOSSES[code]}"):
         objective_from(ObjectiveConfig(objective="mine"))
 
 
@@ -204,7 +243,7 @@ def test_a_wrong_loss_is_told_before_a_run_starts(
     install_loss("def loss(logprobs_N, clip_low): return None")
     settings = {"model": "tiny", "iterations": 1, "tasks_per_iteration": 1}
     config = TrainConfig(run=str(tmp_path / "run"), training={"objective": "mine"}, **settings)
-    with pytest.raises(ConfigError, match="training: one_loss:loss returns None for 2 tokens"):
+    with pytest.raises(ConfigError, match=r"one 1\.0: one_loss:loss returns None for 2 tokens"):
         train(config, TaskSpec.parse("countdown").tasks(1))
     assert not (tmp_path / "run").exists()
 
@@ -216,4 +255,4 @@ def test_the_entries_of_ttrls_objectives(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOGGERS.names())
 def test_the_entries_of_ttrls_loggers(name: str) -> None:
-    assert callable(load(LOGGERS[name].make))
+    assert callable(LOGGERS.load(name, LOGGERS[name].make))

@@ -27,6 +27,7 @@ TtrlError
 └── StorageError (OSError)      a file could not be written (disk full, no permission)
 """
 
+import os
 import traceback
 from typing import Any, Literal
 
@@ -211,6 +212,17 @@ def describe(error: BaseException) -> str:
     if len(line) <= 400:
         return line
     return line[:399] + "…"
+
+
+def raised_in(error: BaseException) -> str:
+    """Return the place of an exception in somebody's code, such as " (tasks.py, line 3)"; "" if it
+    has none beyond its caller's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    frames = [one for one in frames if not one.filename.startswith("<frozen")]
+    if not frames:
+        return ""
+    return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
 
 
 def complaints(check: Any, where: str = "") -> list[str]:

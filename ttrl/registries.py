@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import Any, Generic, TypeVar
 
-from ttrl.errors import UserError
+from ttrl.errors import UserError, describe
 
 E = TypeVar("E")
 
@@ -157,13 +157,13 @@ class Registry(Generic[E]):
             raise UserError(
                 f"{self._group} has no {name!r}; choose one of {', '.join(self.names())}"
             )
-        where = f"{self._group}: {name!r} of {owners[0]}"
+        where = self.described(name)
         try:
             entry = others[0].load()
         except Exception as error:
             raise UserError(
-                f"{where} cannot be loaded from {others[0].value}: {type(error).__name__}: "
-                f"{error}; fix that package, or uninstall it"
+                f"{where} cannot be loaded from {others[0].value}: {describe(error)}; fix that "
+                "package, or uninstall it"
             ) from error
         if not isinstance(entry, self._kind):
             raise UserError(
@@ -172,19 +172,29 @@ class Registry(Generic[E]):
             )
         return entry
 
+    def described(self, name: str) -> str:
+        """Return group, name and package of an entry, for errors."""
+        if self.is_own(name):
+            package = "ttrl"
+        else:
+            package = _package(self._others()[_plain(name)][0])
+        return f"{self._group}: {_plain(name)!r} of {package}"
+
+    def load(self, name: str, target: str) -> Any:
+        """Return the object that the entry of this name calls module:name. Raises UserError."""
+        try:
+            return pkgutil.resolve_name(target)
+        except Exception as error:
+            raise UserError(
+                f"{self.described(name)} names {target}, and it cannot be loaded: "
+                f"{describe(error)}; fix that package, or uninstall it"
+            ) from error
+
 
 def _package(one: EntryPoint) -> str:
     if one.dist is None:
         return one.value
     return f"{one.dist.name} {one.dist.version}"
-
-
-def load(target: str) -> Any:
-    """Return the object an entry names as module:name. Raises UserError."""
-    try:
-        return pkgutil.resolve_name(target)
-    except Exception as error:
-        raise UserError(f"{target} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 _LOSSES = "ttrl.training.objective.losses"

@@ -3,6 +3,7 @@ name says.
 """
 
 import contextlib
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from ttrl.evaluation.evaluate import EvalConfig, _digest, checked_sets
 from ttrl.evaluation.families import TaskSpec
 from ttrl.intervals import difference_over_seeds, wilson
 from ttrl.records import Sample, TaskResult
-from ttrl.registries import FAMILIES, load
+from ttrl.registries import FAMILIES
 from ttrl.rollouts.results import TaskResults
 from ttrl.server.serving import ServedModel, serving
 
@@ -111,6 +112,9 @@ def test_an_evaluation_and_its_files(address: str, tmp_path: Path) -> None:
     table = result.table()
     assert "0.444" in table and "1 of 10 samples have no grade" in table and "no such word" in table
     assert "1 of 10 samples were cut off" in table
+    silent = dataclasses.replace(fruit, failures={})
+    said = dataclasses.replace(result, sets=(silent,)).table()
+    assert "would make the accuracy 0.400): their grader gave no 'exact'" in said
     # Own tasks do not say what counts as right; their metric's name does.
     assert fruit.score == "exact" and list(fruit.metrics) == ["exact"]
     assert table.splitlines()[1].split()[:3] == ["fruit", "10", "exact"]
@@ -509,7 +513,7 @@ def test_the_table_of_families() -> None:
     """
     for name in FAMILIES.names():
         family = FAMILIES[name]
-        assert load(family.tasks).__name__.startswith("get_")
+        assert FAMILIES.load(name, family.tasks).__name__.startswith("get_")
         # The others are not installed here.
         if family.data is None and (not family.example or name == "reasoning_gym"):
             tasks = TaskSpec.parse(f"{name}:{family.example}" if family.example else name).tasks(2)

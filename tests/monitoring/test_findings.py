@@ -440,3 +440,15 @@ def test_a_line_through_points_is_that_of_least_squares():
     )
     assert trend(points[:3]) is None and trend([(1, 1.0)] * 9) is None
     assert trend([(x, 2.0 * x) for x in range(5)]).t == math.inf
+
+
+def test_skipped_steps_point_at_the_loss_of_another_package():
+    rows = healthy()
+    rows[7]["train"]["skipped"] = 1
+    for objective, cause in (
+        ("ppo", ""),
+        ("mine", " Look first at the loss of the objective 'mine'."),
+    ):
+        found = findings(rows, {**CONFIG, "training": {"objective": objective}})
+        (text,) = [one.title for one in found if one.key == "skipped_steps"]
+        assert text.endswith(f"their loss or gradient was not finite.{cause}")

@@ -15,7 +15,7 @@ from support import os_calls
 from support.packages import without
 
 from ttrl.errors import TaskError
-from ttrl.registries import FAMILIES, load
+from ttrl.registries import FAMILIES
 from ttrl.tasks.chess_moves import get_chess_tasks
 from ttrl.tasks.datasets import RowError, list_field, load_rows, select, text_field
 
@@ -438,7 +438,7 @@ NO_LISTS = (5, 1.5, "Algebra", b"x", [None], [[1]], object(), len)
     ],
 )
 def test_nonsense_for_an_option_is_named(family, option, values, tmp_path):
-    make = load(FAMILIES[family].tasks)
+    make = FAMILIES.load(family, FAMILIES[family].tasks)
     data = {} if FAMILIES[family].data is None else {"path": tmp_path / "not_here.jsonl"}
     for value in values:
         with pytest.raises(TaskError, match=rf"\b{option}|cannot be read"):

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+from typing import Any
 
 from ttrl.errors import UserError
 
@@ -30,6 +31,7 @@ def run_config(arguments: argparse.Namespace) -> int:
     from ttrl.configs.run import TrainConfig
     from ttrl.configs.settings_reference import as_markdown, settings_of
     from ttrl.evaluation.evaluate import EvalConfig
+    from ttrl.registries import LOGGERS, OBJECTIVES, Registry
 
     classes: list[tuple[str, type]] = [
         ("A run: `ttrl.TrainConfig(…)`", TrainConfig),
@@ -60,4 +62,9 @@ def run_config(arguments: argparse.Namespace) -> int:
         raise UserError(f"no setting is called {arguments.name!r}{hint}")
     for text in dict.fromkeys(text for _, text in found):
         print("\n".join([*(title for title, other in found if other == text), f"  {text}"]))
+    registries: dict[str, Registry[Any]] = {"objective": OBJECTIVES, "loggers": LOGGERS}
+    if name in registries:
+        known = registries[name].names()
+        others = [one for one in known if not registries[name].is_own(one)]
+        print(f"  Of other packages here: {', '.join(others) or 'none'}")
     return 0

@@ -281,6 +281,8 @@ class EvalResult:
                 reasons = "; ".join(
                     f"{count} × {reason.splitlines()[0][:150]}" for reason, count in commonest
                 )
+                if not reasons:
+                    reasons = f"their grader gave no {one.score!r}"
                 lines.append(
                     f"{one.name}: {one.num_failed} of {one.num_samples} samples have no grade and "
                     "are left out (counted as wrong, they would make the accuracy "

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttrl.errors import UserError
-from ttrl.registries import FAMILIES, load
+from ttrl.errors import TaskError, UserError, describe, raised_in
+from ttrl.registries import FAMILIES
 from ttrl.tasks.reference import load_tasks
-from ttrl.tasks.task import Task
+from ttrl.tasks.task import Task, task_list
 
 GENERATED_BY_DEFAULT = 200
 """Default number of tasks of generated families."""
@@ -67,7 +67,9 @@ class TaskSpec:
     @property
     def function(self) -> Callable[..., list[Task]]:
         """Import the family's function. Raises UserError."""
-        function: Callable[..., list[Task]] = load(FAMILIES[self.family].tasks)
+        function: Callable[..., list[Task]] = FAMILIES.load(
+            self.family, FAMILIES[self.family].tasks
+        )
         return function
 
     def with_option(self, name: str, value: Any) -> "TaskSpec":
@@ -107,10 +109,30 @@ class TaskSpec:
         elif n is None:
             count = GENERATED_BY_DEFAULT
         named = (self.name,) if family.example else ()
+        function = self.function
         try:
-            return self.function(*named, self.split, count, seed, **arguments)[:n]
+            inspect.signature(function).bind(*named, self.split, count, seed, **arguments)
         except TypeError as error:
-            raise UserError(f"{self}: {error}; check the types of its options") from error
+            raise UserError(
+                f"{self}: {FAMILIES[self.family].tasks} takes other arguments ({error}); it needs "
+                "split, n, seed and the options by name"
+            ) from error
+        try:
+            found = function(*named, self.split, count, seed, **arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            if isinstance(error, TypeError) and self.options:
+                advice = "; check the types of its options"
+            else:
+                advice = ""
+            raise TaskError(
+                f"{self}: making its tasks failed: {describe(error)}{raised_in(error)}{advice}"
+            ) from error
+        listed = task_list(found, str(self))[:n]
+        if not listed:
+            raise TaskError(f"{self} has no tasks; choose another split, or give more data")
+        return listed
 
 
 def tasks_named(name: str, split: str, *, seed: int = 0) -> list[Task]:

@@ -24,6 +24,7 @@ from ttrl.facts import Difference, MetricsRow, held_out, metric, points
 from ttrl.monitoring.drift import exceeded, judged_figures, limits
 from ttrl.monitoring.finding import RECENT, Examples, Finding, History, Severity, Trend, trend
 from ttrl.monitoring.summary import validated
+from ttrl.registries import OBJECTIVES
 from ttrl.run_folder.metrics import TOO_LONG_WORDS
 from ttrl.text import compact, percent, present
 
@@ -493,7 +494,12 @@ def skipped_steps(h: History) -> str | None:
     if not skipped:
         return None
     steps = f"{sum(skipped.values()):g} optimizer steps were skipped in {_named(list(skipped))}"
-    return f"{steps}: their loss or gradient was not finite."
+    objective = str((h.config.get("training") or {}).get("objective") or "ppo")
+    if OBJECTIVES.is_own(objective):
+        cause = ""
+    else:
+        cause = f" Look first at the loss of the objective {objective!r}."
+    return f"{steps}: their loss or gradient was not finite.{cause}"
 
 
 @rule(

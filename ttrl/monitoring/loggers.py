@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ttrl.configs.base import without_secrets
 from ttrl.configs.logger_settings import normalised
-from ttrl.errors import ConfigError
+from ttrl.errors import ConfigError, describe, raised_in
 from ttrl.facts import MetricsRow, Step
 from ttrl.registries import LOGGERS
 from ttrl.run_folder.metrics import STATE_FILE, read_seen
@@ -106,10 +106,10 @@ class Loggers:
             if name not in self._failed:
                 self._failed.add(name)
                 logger.warning(
-                    "the logger %s failed; the run continues without it: %s: %s",
+                    "the logger %s failed; the run continues without it: %s%s",
                     name,
-                    type(error).__name__,
-                    error,
+                    describe(error),
+                    raised_in(error),
                 )
             return False
         self._failed.discard(name)
@@ -164,7 +164,7 @@ def make_loggers(
 def _make(name: str, arguments: Mapping[str, Any], run: LoggedRun) -> MetricLogger:
     one: MetricLogger
     if name in LOGGERS:
-        one = pkgutil.resolve_name(LOGGERS[name].make)(run, **arguments)
+        one = LOGGERS.load(name, LOGGERS[name].make)(run, **arguments)
     else:
         if "log_dir" in arguments:
             folder = Path(arguments["log_dir"])
@@ -172,10 +172,12 @@ def _make(name: str, arguments: Mapping[str, Any], run: LoggedRun) -> MetricLogg
                 folder = run.folder / folder
             arguments = {**arguments, "log_dir": str(folder)}
         one = pkgutil.resolve_name(name)(**arguments)
-    if not callable(getattr(one, "log_dict", None)) or not callable(getattr(one, "close", None)):
+    methods = {"log_dict": "log_dict(payload, step)", "close": "close()"}
+    missing = [call for method, call in methods.items() if not callable(getattr(one, method, None))]
+    if missing:
         raise ValueError(
-            f"loggers: {name} has no log_dict(payload, step) and close(); give a class with "
-            "torchtune's logger interface"
+            f"loggers: {name} has no {' and no '.join(missing)}; give a class with torchtune's "
+            "logger interface"
         )
     return one
 

@@ -8,13 +8,12 @@ import importlib.util
 import inspect
 import itertools
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ttrl.errors import TaskError, UserError, describe
+from ttrl.errors import TaskError, UserError, describe, raised_in
 from ttrl.tasks.task import Task, task_list
 
 
@@ -111,17 +110,8 @@ def _explained(reference: str, option: str, what: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith("<frozen")
-        ]
-        if frames[1:]:
-            place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
-        else:
-            place = ""
         raise UserError(
-            f"{option} {reference}: importing {what} failed: {describe(error)}{place}"
+            f"{option} {reference}: importing {what} failed: {describe(error)}{raised_in(error)}"
         ) from error
     finally:
         sys.argv = arguments
@@ -173,7 +163,9 @@ def tasks_of(found: Any, name: str, n: int | None = None, split: str | None = No
         except UserError:
             raise
         except Exception as error:
-            raise TaskError(f"{name}: calling it failed: {describe(error)}") from error
+            raise TaskError(
+                f"{name}: calling it failed: {describe(error)}{raised_in(error)}"
+            ) from error
     if isinstance(found, Iterator):
         found = itertools.islice(found, n)  # it may have no end
     listed = task_list(found, name)

@@ -14,7 +14,7 @@ from ttrl import cli
 from ttrl.cli.new.command import add_new, run_new
 from ttrl.cli.new.script import Script
 from ttrl.errors import UserError
-from ttrl.registries import FAMILIES, load
+from ttrl.registries import FAMILIES
 from ttrl.tasks.reference import load_tasks
 
 TRAINED = [name for name in FAMILIES.names() if not FAMILIES[name].example]
@@ -161,7 +161,7 @@ def test_the_function_of_a_family_takes_what_the_script_gives(family: str) -> No
     if FAMILIES[family].data is not None:
         names["path"] = "data"
         assert "path=arguments.data" in text and "        data=" in text
-    inspect.signature(load(FAMILIES[family].tasks)).bind("train", **names)
+    inspect.signature(FAMILIES.load(family, FAMILIES[family].tasks)).bind("train", **names)
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from ttrl.configs.objective_settings import ObjectiveConfig
-from ttrl.errors import UserError
-from ttrl.registries import OBJECTIVES, load
+from ttrl.errors import UserError, describe, raised_in
+from ttrl.registries import OBJECTIVES
 from ttrl.training.objective.divergences import ESTIMATORS
 from ttrl.training.objective.losses import known_or_current, probability_ratio
 from ttrl.training.objective.off_policy import importance_weights
@@ -59,12 +59,12 @@ class EntryFunction:
 
     @classmethod
     def load(
-        cls, target: str, inputs: Collection[str], settings: Mapping[str, Any]
+        cls, objective: str, target: str, inputs: Collection[str], settings: Mapping[str, Any]
     ) -> "EntryFunction":
-        """Load a function, and bind its settings. Raises UserError if it cannot be loaded, or takes
-        something else.
+        """Load a function of an objective's entry, and bind its settings. Raises UserError if it
+        cannot be loaded, or takes something else.
         """
-        function = load(target)
+        function = OBJECTIVES.load(objective, target)
         parameters = inspect.signature(function).parameters
         unknown = [
             name
@@ -73,8 +73,9 @@ class EntryFunction:
         ]
         if unknown:
             raise UserError(
-                f"{target} takes {', '.join(unknown)}; it may take only {', '.join(inputs)}, and "
-                f"the settings of its entry: {', '.join(settings) or 'none'}"
+                f"{OBJECTIVES.described(objective)}: {target} takes {', '.join(unknown)}; it may "
+                f"take only {', '.join(inputs)}, and the settings of its entry: "
+                f"{', '.join(settings) or 'none'}"
             )
         bound = {name: value for name, value in settings.items() if name in parameters}
         names = frozenset(inputs).intersection(parameters)
@@ -290,16 +291,19 @@ def objective_from(config: ObjectiveConfig) -> StepObjective:
     choice = None
     if entry.choose is not None:
         inputs.append("chosen_N")
-        choice = EntryFunction.load(entry.choose, _CHOICE_INPUTS, settings)
+        choice = EntryFunction.load(config.objective, entry.choose, _CHOICE_INPUTS, settings)
         taken.update(choice.function.keywords)
-    policy_loss = EntryFunction.load(entry.loss, inputs, settings)
+    policy_loss = EntryFunction.load(config.objective, entry.loss, inputs, settings)
     taken.update(policy_loss.function.keywords)
     if ignored := sorted(settings.keys() - taken):
         raise UserError(
-            f"{entry.loss} does not take {', '.join(ignored)}; remove them from its entry, or add "
+            f"{OBJECTIVES.described(config.objective)}: {entry.loss} does not take "
+            f"{', '.join(ignored)}; remove them from its entry, or add "
             "the arguments"
         )
-    _check_result(entry.loss, policy_loss)
+    where = f"{OBJECTIVES.described(config.objective)}: {entry.loss}"
+    for tokens in _TRIED_TOKENS:
+        _check_result(where, policy_loss, tokens)
     # Refused if certain.
     if entry.from_second_update and getattr(config, "updates_per_iteration", 2) == 1:
         logger.warning(
@@ -311,25 +315,33 @@ def objective_from(config: ObjectiveConfig) -> StepObjective:
     return StepObjective(config, policy_loss, choice)
 
 
+_TRIED_TOKENS = (2, 5)
+"""Two lengths: a loss may be right for one by chance."""
+
+
 @torch.enable_grad()
-def _check_result(target: str, policy_loss: EntryFunction) -> None:
-    """Try a policy loss on two tokens. Raises UserError unless it returns the loss of each, with a
-    gradient, and facts.
+def _check_result(where: str, policy_loss: EntryFunction, tokens: int) -> None:
+    """Try a policy loss on a few tokens. Raises UserError unless it returns the loss of each,
+    finite and with a gradient, and facts.
     """
+    places_N = torch.arange(tokens)
     try:
         result = policy_loss(
-            logprobs_N=torch.tensor([-1.0, -2.0], requires_grad=True),
-            old_logprobs_N=torch.tensor([-1.5, -1.5]),
-            advantages_N=torch.tensor([1.0, -1.0]),
-            samples_N=torch.tensor([0, 1]),
-            chosen_N=torch.tensor([True, False]),
+            logprobs_N=(-1.0 - places_N).requires_grad_(),
+            old_logprobs_N=torch.full((tokens,), -1.5),
+            advantages_N=1.0 - 2.0 * (places_N % 2),
+            samples_N=places_N // 2,
+            chosen_N=places_N % 2 == 0,
         )
     except Exception as error:
-        raise UserError(f"{target} fails on 2 tokens: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"{where} fails on {tokens} tokens: {describe(error)}{raised_in(error)}"
+        ) from error
     match result:
-        case (Tensor() as loss_N, dict()) if loss_N.shape == (2,) and loss_N.requires_grad:
-            return
+        case (Tensor() as loss_N, dict()) if loss_N.shape == (tokens,) and loss_N.requires_grad:
+            if loss_N.isfinite().all():
+                return
     raise UserError(
-        f"{target} returns {result} for 2 tokens; it must return the loss of each token, a tensor "
-        "[N] with a gradient, and a dict of facts"
+        f"{where} returns {result} for {tokens} tokens; it must return the loss of each token, a "
+        "finite tensor [N] with a gradient, and a dict of facts"
     )
