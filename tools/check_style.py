@@ -12,7 +12,7 @@
     m_archaic   the words of `archaic` per 1,000 words of messages
     dicts       times that dict[str, Any] is written
 
-Exit status 1 where all of it exceeds a limit. Limits are targets, or what was reached on the way.
+Exit status 1 if all rooms together exceed a limit: a target, or a better figure once reached.
 """
 
 import argparse
@@ -56,12 +56,11 @@ LIMITS = {
     "walruses": 1.2,
     "wide": 0.0,
     "relatives": 14.0,
-    "archaic": 0.3,
+    "archaic": 0.2,
     "m_relative": 5.0,
     "m_archaic": 0.6,
     "dicts": 60.0,
 }
-"""Targets that are not reached yet: archaic 0.2."""
 
 
 def is_pair(node: ast.Assign) -> bool:
