@@ -108,7 +108,7 @@ def test_published_figures_are_of_models_that_are_trained() -> None:
     [
         ("smollm2-135", "did you mean 'smollm2-135m'?"),
         ("structured-outptu", "did you mean 'structured_output'?"),
-        ("zzz", "nothing is called 'zzz'; Give a run folder"),
+        ("zzz", "nothing is called 'zzz'; give a run folder"),
         ("nothing.py", "nothing.py does not exist; `ttrl tasks new nothing.py` writes a script"),
         ("nothing.yaml", "nothing.yaml cannot be read as a config"),
     ],

@@ -220,8 +220,8 @@ def _check_name(name: str) -> None:
         return
     known = [*READY_MODELS, *recipes()]
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise UserError(
-        f"nothing is called {name!r}; {hint}Give a run folder, a file of settings, a script, a "
+        f"nothing is called {name!r}{hint}; give a run folder, a file of settings, a script, a "
         f"model folder, a name on the hub (ORG/NAME), or one of {', '.join(known)}"
     )

@@ -83,9 +83,9 @@ def script_named(what: str) -> Path:
     name = what.replace("-", "_")
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UserError(
-            f"there is no recipe {what!r}; {hint}Give a script (FILE.py), a file of settings "
+            f"there is no recipe {what!r}{hint}; give a script (FILE.py), a file of settings "
             "(RUN.yaml) or one of "
             f"{', '.join(known) or 'the recipes, which are not installed'}"
         )
