@@ -46,57 +46,15 @@ _START_SECONDS = 30.0
 # signals, threads, pipes, waiting. No other exists for a program: neither bpf, userfaultfd,
 # io_uring, keyctl, perf_event_open nor any future call, nor calls that take memory outside its
 # limit: fork, vfork, execve, memfd_create.
+_CALL_SPANS = (
+    "0-40 42-52 54-55 60-63 72-100 102 104-124 127-128 130-132 137-138 140-151 157-158 160 "
+    "186 200-204 213 217-218 221 228-235 247 257-271 273 275 280-288 290-293 295-296 302 306 "
+    "309 316 318 326-328 332 334 424 434 436-437 439 441"
+).split()
 _CALLS = [
-    *(
-        *range(41),
-        *range(42, 53),
-        54,
-        55,
-        *range(60, 64),
-        *range(72, 101),
-        102,
-        *range(104, 125),
-        127,
-        128,
-        130,
-        131,
-        132,
-    ),
-    *(
-        137,
-        138,
-        *range(140, 152),
-        157,
-        158,
-        160,
-        186,
-        *range(200, 205),
-        213,
-        217,
-        218,
-        221,
-        *range(228, 236),
-        247,
-    ),
-    *(
-        *range(257, 272),
-        273,
-        275,
-        *range(280, 289),
-        *range(290, 294),
-        295,
-        296,
-        302,
-        306,
-        309,
-        316,
-        318,
-        326,
-        327,
-        328,
-        332,
-    ),
-    *(334, 424, 434, 436, 437, 439, 441),
+    call
+    for first, _, last in (span.partition("-") for span in _CALL_SPANS)
+    for call in range(int(first), int(last or first) + 1)
 ]
 _SOCKETS = (41, 53)  # socket, socketpair
 # Of the machine itself, and of the absent internet; no vsock, no netlink.
