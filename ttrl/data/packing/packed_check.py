@@ -89,17 +89,19 @@ class _Place:
     count: int
     seq_len: int
 
-    def refuse(self, wrong: np.ndarray, rule: str) -> None:
-        """Raise PackError for the first True of `wrong`."""
-        if wrong.any():
-            row, column = divmod(int(wrong.argmax()), self.seq_len)
-            self.fail(row, column, rule, int(np.count_nonzero(wrong)))
-
-    def fail(self, row: int, column: int, rule: str, count: int) -> None:
-        """Raise PackError; `row` counts from the first of these rows."""
+    def refuse(self, wrong: np.ndarray, rule: str, at: np.ndarray | None = None) -> None:
+        """Raise PackError for the first True of `wrong`. at: the position of each entry, counted
+        over all of these rows; None: one entry for each position.
+        """
+        if not wrong.any():
+            return
+        place = int(wrong.argmax())
+        if at is not None:
+            place = int(at[place])
+        row, column = divmod(place, self.seq_len)
         raise PackError(
-            f"{self.where}: row {self.first + row}, position {column}: {rule} ({count} such "
-            f"places in rows {self.first} to "
+            f"{self.where}: row {self.first + row}, position {column}: {rule} "
+            f"({int(np.count_nonzero(wrong))} such places in rows {self.first} to "
             f"{self.first + self.count - 1}); pack the samples again"
         )
 
@@ -144,9 +146,7 @@ def _check_padding(arrays: Arrays, pad_id: int, place: _Place) -> None:
         # NaN differs from itself.
         wrong = ~np.isnan(found) if expected != expected else found != expected
         wrong = wrong.reshape(len(padding), -1).any(axis=1)
-        if wrong.any():
-            row, column = divmod(int(padding[wrong.argmax()]), place.seq_len)
-            place.fail(row, column, f"{name} is set in padding", int(np.count_nonzero(wrong)))
+        place.refuse(wrong, f"{name} is set in padding", padding)
 
 
 @dataclass
@@ -156,7 +156,6 @@ class _Runs:
     """
 
     row: np.ndarray
-    column: np.ndarray
     length: np.ndarray
     group: np.ndarray
     parent: np.ndarray
@@ -166,13 +165,6 @@ class _Runs:
 
     start: np.ndarray
     """First position, counted over all rows."""
-
-    def refuse(self, place: _Place, wrong: np.ndarray, rule: str) -> None:
-        if wrong.any():
-            run = int(wrong.argmax())
-            place.fail(
-                int(self.row[run]), int(self.column[run]), rule, int(np.count_nonzero(wrong))
-            )
 
 
 def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
@@ -192,20 +184,20 @@ def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
         flat[name][starts] for name in ("parent_ids", "sample_ids", "input_pos", "tokens")
     )
     row, column = np.divmod(starts, place.seq_len)
-    runs = _Runs(row, column, length, groups[starts], parent, sample, position, token, starts)
+    runs = _Runs(row, length, groups[starts], parent, sample, position, token, starts)
 
     before = np.where(column > 0, np.roll(runs.group, 1), -1)  # the group to the left
     real = runs.group >= 0
-    runs.refuse(place, (column == 0) & (runs.group > 0), "the first group of a row is not 0")
-    runs.refuse(place, (column > 0) & real & (before < 0), "a token follows padding")
-    runs.refuse(
-        place, real & (runs.group != before + 1), "group_ids are not runs numbered 0, 1, 2…"
-    )
-    runs.refuse(
-        place,
-        real & ((runs.parent < 0) | (runs.parent > runs.group)),
-        "a parent does not come before its child",
-    )
+    for wrong, rule in (
+        ((column == 0) & (runs.group > 0), "the first group of a row is not 0"),
+        ((column > 0) & real & (before < 0), "a token follows padding"),
+        (real & (runs.group != before + 1), "group_ids are not runs numbered 0, 1, 2…"),
+        (
+            real & ((runs.parent < 0) | (runs.parent > runs.group)),
+            "a parent does not come before its child",
+        ),
+    ):
+        place.refuse(wrong, rule, starts)
     for name, step, rule in (
         ("parent_ids", 0, "parent_ids change within a group"),
         ("sample_ids", 0, "sample_ids change within a group"),
@@ -225,37 +217,27 @@ def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
     to itself.
     """
     root = runs.parent == runs.group
-    runs.refuse(place, root & (runs.position != 0), "input_pos of a root group does not begin at 0")
     # Groups of a row are numbered without gaps.
     parent_run = np.arange(len(root)) - runs.group + runs.parent
     child = ~root
     follows = runs.position[parent_run] + runs.length[parent_run]
-    runs.refuse(
-        place,
-        child & (runs.position != follows),
-        "input_pos of a group does not continue its parent's",
-    )
-    runs.refuse(
-        place,
-        child & (runs.sample[parent_run] >= 0),
-        "a group continues a group of a single sample",
-    )
     children = np.bincount(parent_run[child], minlength=len(root))
     # All children begin with their own copy of their parent's omitted last token: the same for all.
     token = np.full(len(root), -1, dtype=np.int64)
     token[parent_run[child]] = runs.token[child]
-    runs.refuse(
-        place,
-        child & (runs.token != token[parent_run]),
-        "siblings do not begin with the same token",
-    )
     shared = runs.sample < 0
-    runs.refuse(place, shared & (children == 0), "a shared group without children")
-    runs.refuse(
-        place,
-        shared & (children == 1),
-        "a shared group with a single child; the two should be one group",
-    )
+    for wrong, rule in (
+        (root & (runs.position != 0), "input_pos of a root group does not begin at 0"),
+        (child & (runs.position != follows), "input_pos of a group does not continue its parent's"),
+        (child & (runs.sample[parent_run] >= 0), "a group continues a group of a single sample"),
+        (child & (runs.token != token[parent_run]), "siblings do not begin with the same token"),
+        (shared & (children == 0), "a shared group without children"),
+        (
+            shared & (children == 1),
+            "a shared group with a single child; the two should be one group",
+        ),
+    ):
+        place.refuse(wrong, rule, runs.start)
 
     paths: list[list[int]] = []
     path: list[int] = []
@@ -266,11 +248,10 @@ def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
             path = [group]
         else:
             if parent not in path:  # neither the group to the left nor one of its ancestors
-                place.fail(
-                    int(runs.row[run]),
-                    int(runs.column[run]),
+                place.refuse(
+                    np.ones(1, np.bool_),
                     "groups are not in depth-first order",
-                    1,
+                    runs.start[run : run + 1],
                 )
             path = [*path[: path.index(parent) + 1], group]
         paths.append(path)
@@ -293,15 +274,7 @@ def _check_labels(flat: Arrays, runs: _Runs, inside: np.ndarray, place: _Place) 
     place.refuse(wrong, "the label is not the next token of its group")
     last = runs.start + runs.length - 1
     silent = (runs.sample >= 0) & untrained[last]
-    if silent.any():
-        run = int(silent.argmax())
-        at = int(last[run]) - int(runs.start[run]) + int(runs.column[run])
-        place.fail(
-            int(runs.row[run]),
-            at,
-            "the last position of a sample has no label",
-            int(np.count_nonzero(silent)),
-        )
+    place.refuse(silent, "the last position of a sample has no label", last)
     place.refuse(flat["assistant_mask"] != trained, "assistant_mask and labels disagree")
     for name in ("logprobs", "reference_logprobs"):
         if name in flat:
