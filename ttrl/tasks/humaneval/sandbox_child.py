@@ -50,10 +50,10 @@ _CALL_SPANS = (
     "0-40 42-52 54-55 60-63 72-100 102 104-124 127-128 130-132 137-138 140-151 157-158 160 "
     "186 200-204 213 217-218 221 228-235 247 257-271 273 275 280-288 290-293 295-296 302 306 "
     "309 316 318 326-328 332 334 424 434 436-437 439 441"
-).split()
+)
 _CALLS = [
     call
-    for first, _, last in (span.partition("-") for span in _CALL_SPANS)
+    for first, _, last in (span.partition("-") for span in _CALL_SPANS.split())
     for call in range(int(first), int(last or first) + 1)
 ]
 _SOCKETS = (41, 53)  # socket, socketpair
