@@ -24,7 +24,7 @@ from ttrl.tasks.datasets import (
     check_span,
     check_whole,
 )
-from ttrl.tasks.numerals import ascii_digits
+from ttrl.tasks.numerals import ascii_digits, by_replacement
 from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import as_typed, in_validation, pick
 
@@ -38,20 +38,7 @@ _PROMPT = (
     "End your reply with the expression in <answer> </answer> tags, such as <answer>(1 + 2) * "
     "3</answer>."
 )
-_OPERATORS = str.maketrans(
-    {
-        "×": "*",
-        "·": "*",
-        "⋅": "*",
-        "∗": "*",
-        "÷": "/",
-        "∶": "/",
-        "[": "(",
-        "]": ")",
-        "{": "(",
-        "}": ")",
-    }
-)
+_OPERATORS = by_replacement({"*": "×·⋅∗", "/": "÷∶", "(": "[{", ")": "]}"})
 _LARGEST = 10**15
 """Numbers are drawn as parts of a float."""
 _ALLOWED = re.compile(r"[0-9+*/() -]+")

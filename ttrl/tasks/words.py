@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from ttrl.errors import UserError
+from ttrl.tasks.numerals import by_replacement
 
 T = TypeVar("T")
 
@@ -33,13 +34,13 @@ _INVISIBLE = (
     "\u00ad\u034f\u061c\u180e\u200b\u200c\u200d\u200e\u200f\u202a\u202b\u202c\u202d\u202e"
     "\u2060\u2061\u2062\u2063\u2064\u2066\u2067\u2068\u2069\ufe0e\ufe0f\ufeff"
 )
-_TYPED = str.maketrans(
+_TYPED = by_replacement(
     {
-        **dict.fromkeys(_INVISIBLE, ""),
-        **dict.fromkeys("‐‑‒–—―−﹘﹣－", "-"),
-        **dict.fromkeys("‘’‚‛′ʹʻʼ´＇", "'"),
-        **dict.fromkeys("“”„‟″〝〞＂", '"'),
-        "…": "...",
+        "": _INVISIBLE,
+        "-": "‐‑‒–—―−﹘﹣－",
+        "'": "‘’‚‛′ʹʻʼ´＇",
+        '"': "“”„‟″〝〞＂",
+        "...": "…",
     }
 )
 

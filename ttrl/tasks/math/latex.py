@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ttrl.tasks.numerals import ascii_digits, last_number
+from ttrl.tasks.numerals import ascii_digits, last_number, raised
 
 LONGEST = 1000
 """Limit on the characters of an answer. Longer ones are not read."""
@@ -27,8 +27,6 @@ _UNICODE = {
     "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
     "ℤ": r"\mathbb{Z}", "（": "(", "）": ")", "：": ":", "；": ";", "。": ".", "“": "", "”": "",
 }  # fmt: skip
-_RAISED = re.compile("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
-_RAISED_DIGITS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
 
 _FORMULA = re.compile(
     r"\$\$([^$]+)\$\$|(?<!\\)\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]",
@@ -164,8 +162,7 @@ def _spelled(text: str) -> str:
     """Write Unicode's mathematical characters in LaTeX."""
     if text.isascii():
         return text
-    text = _RAISED.sub(lambda match: "^{" + match[0].translate(_RAISED_DIGITS) + "}", text)
-    return ascii_digits("".join(map(_spelled_character, text)))
+    return ascii_digits("".join(map(_spelled_character, raised(text))))
 
 
 def _spelled_character(character: str) -> str:

@@ -3,6 +3,6 @@ function takes linear time.
 """
 
 from ttrl.tasks.numerals.number_reader import last_number
-from ttrl.tasks.numerals.number_tokens import ascii_digits, has_digit
+from ttrl.tasks.numerals.number_tokens import ascii_digits, by_replacement, has_digit, raised
 
-__all__ = ["ascii_digits", "has_digit", "last_number"]
+__all__ = ["ascii_digits", "by_replacement", "has_digit", "last_number", "raised"]

@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -11,58 +11,43 @@ LONGEST_NUMBER = 60
 arithmetic slow.
 """
 
-_SIGNS = str.maketrans(
+
+def by_replacement(replacements: Mapping[str, str]) -> dict[int, str]:
+    """Return a table for `str.translate`: from each replacement, all of its characters."""
+    return {ord(one): new for new, old in replacements.items() for one in old}
+
+
+_SIGNS = by_replacement(
     {
-        "−": "-",
-        "－": "-",
-        "﹣": "-",
-        "‐": "-",
-        "‑": "-",
-        "＋": "+",
-        "＄": "$",
-        "％": "%",
-        "，": ",",
-        "．": ".",
-        "／": "/",
-        "⁄": "/",
-        "∕": "/",
-        "＃": "#",
-        "٬": ",",
-        "٫": ".",
-        "’": "'",
-        "\u00a0": " ",
-        "\u202f": " ",
-        "\u2009": " ",
-        "\u2007": " ",
-        "\u200b": "",
+        "-": "−－﹣‐‑",
+        "+": "＋",
+        "$": "＄",
+        "%": "％",
+        ",": "，٬",
+        ".": "．٫",
+        "/": "／⁄∕",
+        "#": "＃",
+        "'": "’",
+        " ": "\u00a0\u202f\u2009\u2007",
+        "": "\u200b",
     }
 )
-_OPERATORS = str.maketrans(
+_OPERATORS = by_replacement(
     {
-        "–": "-",
-        "‒": "-",
-        "×": "*",
-        "·": "*",
-        "⋅": "*",
-        "∗": "*",
-        "✕": "*",
-        "＊": "*",
-        "÷": "/",
-        "∶": ":",
-        "：": ":",
-        "＝": "=",
-        "（": "(",
-        "）": ")",
-        "［": "[",
-        "］": "]",
-        "｛": "{",
-        "｝": "}",
-        "＾": "^",
-        "～": "~",
-        "\u2060": "",
-        "\ufeff": "",
-        "\u2061": "",
-        "\u2062": "*",
+        "-": "–‒",
+        "*": "×·⋅∗✕＊\u2062",
+        "/": "÷",
+        ":": "∶：",
+        "=": "＝",
+        "(": "（",
+        ")": "）",
+        "[": "［",
+        "]": "］",
+        "{": "｛",
+        "}": "｝",
+        "^": "＾",
+        "~": "～",
+        "": "\u2060\ufeff\u2061",
     }
 )
 _RAISED = re.compile("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
@@ -227,8 +212,7 @@ def _number(text: str, start: int, run: str, gap: bool, priced: bool) -> tuple[T
 def simplified(text: str) -> str:
     """Write a text with ASCII digits and operators, and without LaTeX meaningless for numbers."""
     if not text.isascii():
-        text = _RAISED.sub(lambda match: "^{" + match[0].translate(_RAISED_DIGITS) + "}", text)
-        text = ascii_digits("".join(map(_spelled_fraction, text))).translate(_OPERATORS)
+        text = ascii_digits("".join(map(_spelled_fraction, raised(text)))).translate(_OPERATORS)
     if "\\" in text or "{" in text:
         text = text.replace("{,}", ",").replace("\\!", "")
         text = _DEGREES.sub("", _HIDDEN.sub(" ", text))
@@ -237,6 +221,11 @@ def simplified(text: str) -> str:
     if "^" in text:
         return _UNIT_EXPONENT.sub(r"\1", text)
     return text
+
+
+def raised(text: str) -> str:
+    """Write superscripts as LaTeX does: "10⁻²" → "10^{-2}"."""
+    return _RAISED.sub(lambda match: "^{" + match[0].translate(_RAISED_DIGITS) + "}", text)
 
 
 def _spelled_fraction(character: str) -> str:
