@@ -155,40 +155,28 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
             f"{where}: {len(completion)} token ids but {len(versions)} token_versions; a continued "
             "sample needs one for each"
         )
-    if sample.turns is None:
-        if versions is not None:
-            versions = list(versions)
-        else:
-            versions = [sample.weights_version] * len(completion)
-        one = TurnTokens(
-            where, prompt, None, completion, logprobs, versions, sample.finish_reason, sample.text
-        )
-        one.logprob_tokens = sample.logprob_tokens
-        one.routed_experts = sample.routed_experts
-        return [one]
-    told = sum(turn.num_tokens for turn in sample.turns)
+    turns = _turns_of(where, sample)
+    told = sum(turn.num_tokens for _, turn in turns)
     if told != len(completion):
         raise TokenizationError(
-            f"{where}: {len(completion)} token ids, but its {len(sample.turns)} turns have "
-            f"{told} tokens"
+            f"{where}: {len(completion)} token ids, but its {len(turns)} turns have {told} tokens"
         )
     found = []
     begin = 0
-    for number, turn in enumerate(sample.turns):
+    for number, (place, turn) in enumerate(turns):
         if turn.prompt_token_ids is None or (turn.continues is None and not turn.prompt_token_ids):
             raise TokenizationError(
-                f"{where}, turn {number}: the server returned no token ids of its prompt; sample "
+                f"{place}: the server returned no token ids of its prompt; sample "
                 "with token_ids=True"
             )
         if turn.continues is not None and not 0 <= turn.continues < number:
             raise TokenizationError(
-                f"{where}, turn {number}: it continues turn {turn.continues}, but that is not an "
-                "earlier turn"
+                f"{place}: it continues turn {turn.continues}, but that is not an earlier turn"
             )
         own = slice(begin, begin := begin + turn.num_tokens)
         found.append(
             TurnTokens(
-                f"{where}, turn {number}",
+                place,
                 turn.prompt_token_ids,
                 turn.continues,
                 completion[own],
@@ -202,6 +190,24 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
             )
         )
     return found
+
+
+def _turns_of(where: str, sample: Sample) -> list[tuple[str, Turn]]:
+    """Return the turns of a sample, the only one if it has none of its own, with their names."""
+    if sample.turns is not None:
+        return [(f"{where}, turn {number}", turn) for number, turn in enumerate(sample.turns)]
+    tokens = sample.logprobs if sample.token_ids is None else sample.token_ids
+    one = Turn(
+        messages=[],
+        follows=-1,
+        reply={"role": "assistant", "content": sample.text},
+        prompt_token_ids=sample.prompt_token_ids,
+        num_tokens=len(tokens or ()),
+        finish_reason=sample.finish_reason,
+        weights_version=sample.weights_version,
+        routed_experts=sample.routed_experts,
+    )
+    return [(where, one)]
 
 
 def is_taken_apart(message: Mapping[str, Any]) -> bool:
@@ -221,35 +227,18 @@ def turns_by_template(
     of the server's tokens, not yet of the ids. Raises TokenizationError, naming the sample, if the
     template cannot reproduce the model's text.
     """
-    turns = sample.turns
-    if turns is None:
-        if sample.finish_reason == "tool_calls":
-            raise TokenizationError(
-                f"{where}: the server removed tool calls from the reply, and a sample without "
-                "token ids does not store them; sample with token_ids=True, or with a rollout: "
-                "its turns store whole messages"
-            )
-        reply = {"role": "assistant", "content": sample.text}
-        told = len(sample.logprobs or ())
-        turns = [
-            Turn(
-                messages=[],
-                follows=-1,
-                reply=reply,
-                num_tokens=told,
-                finish_reason=sample.finish_reason,
-            )
-        ]
-        turns[0].weights_version = sample.weights_version
+    if sample.turns is None and sample.finish_reason == "tool_calls":
+        raise TokenizationError(
+            f"{where}: the server removed tool calls from the reply, and a sample without "
+            "token ids does not store them; sample with token_ids=True, or with a rollout: "
+            "its turns store whole messages"
+        )
     found: list[TurnTokens] = []
     wholes: list[list[int]] = []
     begin = 0
-    for number, turn in enumerate(turns):
-        if sample.turns is None:
-            place = where
-            messages = list(sample.messages)
-        else:
-            place = f"{where}, turn {number}"
+    for number, (place, turn) in enumerate(_turns_of(where, sample)):
+        messages = list(sample.messages)
+        if sample.turns is not None:
             messages = sample.sent(number)
         ended = end_of_turn and turn.finish_reason in ("stop", "tool_calls")
         try:
