@@ -204,21 +204,8 @@ def _option(text: str, choices: Sequence[str]) -> int | None:
         or (rest[:1].isalnum() or (rest[:1] in ("'", "’", "_") and rest[1:2].isalnum()))
     ):
         return None
-    ended = rest.strip("*_`\"' $\r\n")[:1] in (
-        "",
-        ")",
-        ".",
-        ":",
-        "]",
-        "}",
-        ",",
-        "-",
-        "–",
-        "—",
-        "<",
-        ";",
-        "/",
-    )
+    # "" is in every text: the letter may be the last character.
+    ended = rest.strip("*_`\"' $\r\n")[:1] in ").:]},-–—<;/"
     if letter.islower() and not (bracketed or ended):
         return None  # "a magnet": a word
     place = LETTERS.index(letter.upper())
