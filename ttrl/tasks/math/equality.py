@@ -10,6 +10,7 @@ their relative difference decides once more: the library takes 2^{-99} for 2^{-9
 """
 
 import contextlib
+import functools
 import logging
 import re
 import signal
@@ -171,14 +172,10 @@ def _module(name: str) -> Any:
     return optional_package(name, "mathematical answers need", "math-verify")
 
 
-_loaded: list[_Library] = []
-
-
+@functools.cache
 def load() -> _Library:
     """Import the library once; it takes seconds. Raises TaskError without it."""
-    if not _loaded:
-        _loaded.append(_Library())
-    return _loaded[0]
+    return _Library()
 
 
 class _Limit:

@@ -77,7 +77,7 @@ def get_math_tasks(
     """
     check_choice("levels", levels)
     check_choice("subjects", subjects)
-    problems = _load(path, split, {"test": ("test",)})
+    problems = _load(path, split)
     if levels:
         problems = [problem for problem in problems if problem.level in levels]
     if subjects:
@@ -85,7 +85,7 @@ def get_math_tasks(
     if not problems:
         wanted = f"levels {list(levels)} and subjects {list(subjects)}"
         raise TaskError(f"{path} has no problems of {wanted}")
-    return _tasks("math", problems, split, n, seed, path, style, format_reward, flexible)
+    return _tasks("math", problems, split, n, seed, style, format_reward, flexible)
 
 
 def get_aime_tasks(
@@ -108,8 +108,8 @@ def get_aime_tasks(
 
     The rest is as in `get_math_tasks`.
     """
-    problems = _load(path, split, {"test": ("test", "train")})
-    return _tasks("aime", problems, split, n, seed, path, style, format_reward, flexible)
+    problems = _load(path, split, ("test", "train"))
+    return _tasks("aime", problems, split, n, seed, style, format_reward, flexible)
 
 
 def get_dapo_tasks(
@@ -131,11 +131,11 @@ def get_dapo_tasks(
 
     The rest is as in `get_math_tasks`.
     """
-    problems = _load(path, split, {"test": ("test",)})
-    return _tasks("dapo", problems, split, n, seed, path, style, format_reward, flexible)
+    problems = _load(path, split)
+    return _tasks("dapo", problems, split, n, seed, style, format_reward, flexible)
 
 
-def _load(path: Source, split: str, names: dict[str, tuple[str, ...]]) -> list[MathProblem]:
+def _load(path: Source, split: str, test: Sequence[str] = ("test",)) -> list[MathProblem]:
     check_name("split", split, ("train", "validation", "test"), "mathematics")
     known: dict[MathProblem, MathProblem] = {}
 
@@ -143,7 +143,7 @@ def _load(path: Source, split: str, names: dict[str, tuple[str, ...]]) -> list[M
         problem = parse_row(row)
         return known.setdefault(problem, problem)  # DAPO's file has each row a hundred times
 
-    return load_rows(path, parse, splits=names.get(split, ("train",)))
+    return load_rows(path, parse, splits=test if split == "test" else ("train",))
 
 
 def _tasks(
@@ -152,7 +152,6 @@ def _tasks(
     split: str,
     n: int | None,
     seed: int,
-    path: Source,
     style: Style,
     format_reward: float,
     flexible: bool,
