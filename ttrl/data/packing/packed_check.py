@@ -145,8 +145,8 @@ def _check_padding(arrays: Arrays, pad_id: int, place: _Place) -> None:
         found = array.reshape(-1, *array.shape[2:])[padding]
         # NaN differs from itself.
         wrong = ~np.isnan(found) if expected != expected else found != expected
-        wrong = wrong.reshape(len(padding), -1).any(axis=1)
-        place.refuse(wrong, f"{name} is set in padding", padding)
+        by_position = np.any(wrong.reshape(len(padding), -1), axis=1)
+        place.refuse(np.asarray(by_position), f"{name} is set in padding", padding)
 
 
 @dataclass
