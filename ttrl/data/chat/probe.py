@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttrl.data.chat.rendering import REASONING_KEYS, is_function_call
+from ttrl.data.chat.rendering import REASONING_KEYS, is_function_call, with_arguments
 from ttrl.messages import Message
 
 # Tags templates look for in texts: <think>, </think>, <|channel|>, [TOOL_CALLS]. They stay in a
@@ -115,6 +115,11 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
             return [leaves(inner) for inner in value]
         return value
 
+    def marked_arguments(arguments: Any) -> Any:
+        if isinstance(arguments, str):  # JSON text, for templates accepting nothing else
+            return json.dumps(leaves(json.loads(arguments)), ensure_ascii=False)
+        return leaves(arguments)
+
     thoughts: dict[str, str] = {}
     for key in REASONING_KEYS:
         text = message.get(key)
@@ -132,7 +137,7 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
         ]
     calls = message.get("tool_calls")
     if calls:
-        probe.message["tool_calls"] = [_marked_call(call, leaves) for call in calls]
+        probe.message["tool_calls"] = [with_arguments(call, marked_arguments) for call in calls]
     if not probe.texts and not calls:
         if isinstance(content, str):
             probe.message["content"] = content + mark("text", "")
@@ -150,31 +155,19 @@ def ending_probe(probe: Probe, unused: str) -> Probe:
     calls = probe.message.get("tool_calls")
     if not calls or not is_function_call(calls[-1]):
         return probe
-    function = calls[-1]["function"]
-    arguments = function.get("arguments")
+    arguments = calls[-1]["function"].get("arguments")
     if not isinstance(arguments, (dict, str)):
         return probe
     mark = f"QxE{unused}xQ"
-    more = (json.loads(arguments) if isinstance(arguments, str) else arguments) | {unused: mark}
-    function = function | {
-        "arguments": json.dumps(more, ensure_ascii=False) if isinstance(arguments, str) else more
-    }
-    message = probe.message | {"tool_calls": [*calls[:-1], calls[-1] | {"function": function}]}
+
+    def longer(arguments: Any) -> Any:
+        if isinstance(arguments, str):
+            return json.dumps(json.loads(arguments) | {unused: mark}, ensure_ascii=False)
+        return arguments | {unused: mark}
+
+    message = probe.message | {"tool_calls": [*calls[:-1], with_arguments(calls[-1], longer)]}
     return Probe(message, probe.texts | {mark: ""}, probe.parts | {mark: "tool call"})
 
 
 def _has_text(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
-
-
-def _marked_call(call: Any, leaves: Callable[[Any], Any]) -> Any:
-    if not is_function_call(call):
-        return call
-    function = call["function"]
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):  # JSON text, for templates accepting nothing else
-        return call | {
-            "function": function
-            | {"arguments": json.dumps(leaves(json.loads(arguments)), ensure_ascii=False)}
-        }
-    return call | {"function": function | {"arguments": leaves(arguments)}}

@@ -8,7 +8,7 @@ one conversation.
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -90,22 +90,15 @@ def unsayable(message: Mapping[str, Any]) -> str | None:
 
 
 def _server_call(call: Any) -> Any:
-    if not is_function_call(call):
-        return call
-    return call | {"function": call["function"] | {"arguments": _arguments(call["function"]) or {}}}
+    return with_arguments(call, lambda _: _arguments(call["function"]) or {})
 
 
 def _with_text_arguments(message: Message) -> Message:
-    def text(call: Any) -> Any:
-        if not is_function_call(call):
-            return call
-        return call | {
-            "function": call["function"]
-            | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
-        }
-
+    text = functools.partial(json.dumps, ensure_ascii=False)
     if message.get("tool_calls"):
-        return message | {"tool_calls": [text(call) for call in message["tool_calls"]]}
+        return message | {
+            "tool_calls": [with_arguments(call, text) for call in message["tool_calls"]]
+        }
     return message
 
 
@@ -118,6 +111,14 @@ def _with_a_part(message: Message) -> Message:
 def is_function_call(call: Any) -> bool:
     """Tell whether a tool call has the form of OpenAI's."""
     return isinstance(call, dict) and isinstance(call.get("function"), dict)
+
+
+def with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a tool call with its arguments changed; one of another form as it is."""
+    if not is_function_call(call):
+        return call
+    function = call["function"]
+    return call | {"function": function | {"arguments": change(function.get("arguments"))}}
 
 
 def _arguments(function: Mapping[str, Any]) -> JsonObject | None:
