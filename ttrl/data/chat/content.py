@@ -16,10 +16,8 @@ from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ttrl.data.chat.template_sandbox import parsed
 from ttrl.messages import TEXT_FIELDS, JsonObject, text_of
 
 
@@ -49,27 +47,11 @@ def _as_text_part(part: Mapping[str, Any]) -> JsonObject:
     return _text_part(_text(part))
 
 
-class _Generation(Extension):
-    """Ignores the tags around generated text, unknown to plain Jinja."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Return the contents between the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 @functools.lru_cache(maxsize=64)
 def reads_parts(source: str) -> bool:
     """Tell whether vLLM passes lists of parts to the chat template `source`."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[loopcontrols, _Generation],
-    )
     try:
-        return _Reading(environment.parse(source)).loops_over_content()
+        return _Reading(parsed(source)).loops_over_content()
     except (TemplateError, _UnknownTargetError, RecursionError):
         return False
 

@@ -123,7 +123,7 @@ def compile_problem(source: str) -> str | None:
         return f"it has {len(source):,} characters; the limit is {_MOST_SOURCE:,}"
     try:
         _compiled(source)
-        names = meta.find_undeclared_variables(_environment().parse(source))
+        names = meta.find_undeclared_variables(parsed(source))
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno} is not valid Jinja: {error.message}"
     except (SyntaxError, RecursionError, UnicodeError) as error:  # of Python's compiler
@@ -131,6 +131,11 @@ def compile_problem(source: str) -> str | None:
     if "messages" not in names:
         return "it never reads `messages`, so every prompt would be equal"
     return None
+
+
+def parsed(source: str) -> nodes.Template:
+    """Return a template's syntax tree. Raises TemplateSyntaxError."""
+    return _environment().parse(source)
 
 
 @functools.lru_cache(32)
