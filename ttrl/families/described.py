@@ -4,6 +4,7 @@ Sizes, names and defaults are those of transformers' configs and classes, and
 tests/costs/test_families.py compares every one.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -96,22 +97,20 @@ def attends(
     bias: str = "attention_bias",
     biased: bool = False,
     output_bias: str | None = None,
-    output_biased: bool = False,
     every_layer: bool = False,
     more: int = 0,
     **how: Any,
 ) -> _Halves:
     """Return attention with all the norms of its layer.
 
-    count: of norms. bias: the setting for biases, output_bias for the output's own; biased and
-    output_biased: their defaults. every_layer: whether all have the window. more: vectors of H
-    entries.
+    count: of norms. bias: the setting for biases, output_bias for the output's own; biased: the
+    first one's default. every_layer: whether all have the window. more: vectors of H entries.
     """
 
     def mixer(values: Values, number: int, kind: str) -> Layer:
         of_output = None
         if output_bias is not None:
-            of_output = bool(values.get(output_bias, default=output_biased))
+            of_output = bool(values.get(output_bias))
         window = window_of(values, _SLIDING if every_layer else kind)
         own = bool(values.get(bias, default=biased))
         part = attention(values, bias=own, output_bias=of_output, window=window, **how)
@@ -232,13 +231,10 @@ def kimi(values: Values) -> Kinds:
     return stack(mixer, with_shared(1))(Values(config))
 
 
-def mamba_or_attention(count: int = 2) -> _Halves:
-    def mixer(values: Values, number: int, kind: str) -> Layer:
-        if kind in _FULL and number not in values.get("mamba_layers", default=()):
-            return attends(count)(values, number, kind)
-        return mamba2(values, bias=bool(values.get("mamba_proj_bias"))) + norms(values, count)
-
-    return mixer
+def mamba_or_attention(values: Values, number: int, kind: str) -> Layer:
+    if kind in _FULL and number not in values.get("mamba_layers", default=()):
+        return attends()(values, number, kind)
+    return mamba2(values, bias=bool(values.get("mamba_proj_bias"))) + norms(values, 2)
 
 
 def granite_hybrid_half(values: Values, number: int, kind: str) -> Layer:
@@ -254,7 +250,7 @@ def bamba(values: Values) -> Kinds:
     count = values.layers
     kinds = ["attention" if number in attending else "mamba" for number in range(count)]
     given = Values({**values.config, "layer_types": kinds})
-    return stack(mamba_or_attention(), dense())(given)
+    return stack(mamba_or_attention, dense())(given)
 
 
 def falcon_h1_mixer(values: Values, number: int, kind: str) -> Layer:
@@ -432,23 +428,16 @@ def _gemma4_attention(values: Values, kind: str, reused: bool) -> Layer:
     return part
 
 
-def _without(part: Layer, names: tuple[str, ...], vectors: int = 0) -> Layer:
+def _without(part: Layer, names: tuple[str, ...]) -> Layer:
     """Return attention without some of its matrices."""
     left = tuple(one for one in part.matrices if one.name not in names)
-    return Layer(
-        left,
-        part.vectors - vectors,
-        pair=part.pair,
-        window=part.window,
-        cache=part.cache,
-        kept=part.kept,
-    )
+    return dataclasses.replace(part, matrices=left)
 
 
 def _without_keys(part: Layer, head_dim: int) -> Layer:
     """Return attention on the keys and values of an earlier layer."""
-    left = _without(part, ("k_proj", "v_proj"), head_dim)
-    return Layer(left.matrices, left.vectors, pair=left.pair, window=left.window, kept=left.kept)
+    left = _without(part, ("k_proj", "v_proj"))
+    return dataclasses.replace(left, vectors=left.vectors - head_dim, cache=0)
 
 
 # nanochat

@@ -69,18 +69,12 @@ class Layer:
     """Numbers for the backward pass for each token, besides the inputs of matrices."""
 
     def __add__(self, other: "Layer") -> "Layer":
-        return Layer(
-            matrices=self.matrices + other.matrices,
-            vectors=self.vectors + other.vectors,
-            idle_vectors=self.idle_vectors + other.idle_vectors,
-            norms=self.norms + other.norms,
-            pair=self.pair + other.pair,
-            window=other.window if self.window is None else self.window,
-            cache=self.cache + other.cache,
-            state=self.state + other.state,
-            scan=self.scan + other.scan,
-            kept=self.kept + other.kept,
-        )
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in self.__dataclass_fields__
+            if name != "window"
+        }
+        return Layer(**sums, window=other.window if self.window is None else self.window)
 
     @property
     def parameters(self) -> int:

@@ -75,19 +75,19 @@ def _own(names: Names, *, tied: bool = False, vllm_adapters: bool = True, **trai
     return Family(decoder.layers, decoder, tied, vllm_adapters)
 
 
+_BIASES: Mapping[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+"""One setting for both."""
+
 FAMILIES: dict[str, Family] = {
     # Dense families of ttrl's own decoder
-    "llama": _own(
-        LLAMA, qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
+    "llama": _own(LLAMA, **_BIASES, mlp_bias="mlp_bias"),
     "mistral": _own(LLAMA, windows="every_layer"),
     "ministral": _own(LLAMA, windows="by_layer_types"),
     "qwen2": _own(LLAMA, qkv_bias=True, windows="by_layer_types", slides=the_last_ones),
     "qwen3": _own(
         LLAMA,
         qk_norm=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **_BIASES,
         windows="by_layer_types",
         slides=the_last_ones,
     ),
@@ -95,16 +95,14 @@ FAMILIES: dict[str, Family] = {
         LLAMA,
         tied=True,
         norm="rms_plus_one",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **_BIASES,
         scaled_embeddings=True,
     ),
     "gemma2": _own(
         GEMMA2,
         tied=True,
         norm="rms_plus_one",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **_BIASES,
         post_norms=True,
         scaled_embeddings=True,
         query_scale=True,
@@ -118,8 +116,7 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         norm="rms_plus_one",
         qk_norm=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **_BIASES,
         post_norms=True,
         scaled_embeddings=True,
         query_scale=True,
@@ -166,8 +163,7 @@ FAMILIES: dict[str, Family] = {
         NANOCHAT,
         norm="rms_bare",
         qk_norm=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **_BIASES,
         gated_mlp=False,
         embedding_norm=True,
         turns_backwards=True,
@@ -193,7 +189,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(stack(latent, with_shared(3))),
     "granite": Family(stack(attends(), dense())),
     "granitemoe": Family(stack(attends(), mixture())),
-    "granitemoehybrid": Family(stack(mamba_or_attention(), granite_hybrid_half)),
+    "granitemoehybrid": Family(stack(mamba_or_attention, granite_hybrid_half)),
     "lfm2": Family(lfm2, tied=True),
     "lfm2_moe": Family(stack(lfm2_mixer, lfm2_mixture), tied=True),
     "olmo2": Family(stack(attends(query_key_norms="width"), dense())),
@@ -223,8 +219,7 @@ OWN_DECODERS = {name: family.own for name, family in FAMILIES.items() if family.
 """The traits of the families computed by ttrl's own decoder."""
 UNKNOWN = _own(
     LLAMA,
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
+    **_BIASES,
     windows="by_layer_types",
 )
 """The stand-in for a model_type without an entry: a plain dense decoder."""
