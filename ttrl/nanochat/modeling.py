@@ -108,18 +108,11 @@ class _Attention(nn.Module):
         x_BTHE: Tensor = x_BTD.unflatten(-1, (-1, self.head_dim))
         return x_BTHE.transpose(1, 2)
 
-
-class SmearAttention(_Attention):
-    """Returns the mean of each token's embedding and the one before it."""
-
-    def forward(self, x_BTD: Tensor, mask: Any, **others: Any) -> Tensor:
-        nothing = torch.zeros_like(x_BTD)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **others: Any) -> Tensor:
+        """Return [B, T, D]. query, key, value: [B, H, T, E]."""
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, _eager_attention
         )
-        query = self.heads(nothing)
-        key = self.heads(nothing)
-        value = self.heads(x_BTD)
         out, _ = attend(
             self,
             query,
@@ -131,7 +124,16 @@ class SmearAttention(_Attention):
             sliding_window=self.window,
             **others,
         )
-        return out.reshape(x_BTD.shape)  # type: ignore[no-any-return]
+        # vLLM's has no dimension of rows.
+        return out.reshape(query.shape[0], query.shape[2], -1)  # type: ignore[no-any-return]
+
+
+class SmearAttention(_Attention):
+    """Returns the mean of each token's embedding and the one before it."""
+
+    def forward(self, x_BTD: Tensor, mask: Any, **others: Any) -> Tensor:
+        nothing = self.heads(torch.zeros_like(x_BTD))
+        return self.attend(nothing, nothing, self.heads(x_BTD), mask, **others)
 
 
 class Smear(GradientCheckpointingLayer):
@@ -186,21 +188,8 @@ class BlockAttention(_Attention):
             value = value + gate_BTH.transpose(1, 2).unsqueeze(-1) * self.heads(values_BTD)
         query = _norm(_rotated(query, rotation)) * _SHARPNESS
         key = _norm(_rotated(key, rotation)) * _SHARPNESS
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, _eager_attention
-        )
-        out, _ = attend(
-            self,
-            query,
-            key,
-            value,
-            mask,
-            dropout=0.0,
-            scaling=self.scaling,
-            sliding_window=self.window,
-            **others,
-        )
-        return self.o_proj(out.reshape(x_BTD.shape))  # type: ignore[no-any-return]
+        out_BTD = self.attend(query, key, value, mask, **others)
+        return self.o_proj(out_BTD)  # type: ignore[no-any-return]
 
 
 def _rotated(x_BHTE: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
