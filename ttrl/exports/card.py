@@ -165,12 +165,12 @@ print(tokenizer.decode(reply[0, inputs["input_ids"].shape[1] :], skip_special_to
 ```"""
 
 
-def _first_samples(chosen: Chosen, most: int = 50) -> Sequence[Mapping[str, Any]]:
+def _first_samples(chosen: Chosen) -> Sequence[Mapping[str, Any]]:
     """Return some samples of the run's training."""
     for row in chosen.run.trained:
         path = chosen.run.iteration_folder(row.iteration) / "rollouts.jsonl"
         try:
-            return [line for line in read_jsonl(path)[:most] if isinstance(line, dict)]
+            return [line for line in read_jsonl(path)[:50] if isinstance(line, dict)]
         except (OSError, ValueError, RunFolderError):
             continue
     return []

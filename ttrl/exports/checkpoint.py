@@ -1,6 +1,5 @@
 """Choose the checkpoint of a run to hand on."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,4 +82,4 @@ def choose(path: Path, iteration: int | None = None) -> Chosen:
             "keep_every choose them)"
         )
     run = read_run(path, [row for row in rows if row.iteration <= number])
-    return Chosen(checkpoint, number, why, dataclasses.replace(run), config)
+    return Chosen(checkpoint, number, why, run, config)

@@ -6,6 +6,7 @@ them so, and they are small.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import PretrainedConfig
 
 from ttrl.errors import ModelFolderError
 from ttrl.exports.checkpoint import Chosen
-from ttrl.exports.gguf_layout import Layout, layout_of
+from ttrl.exports.gguf_layout import Layout, layout_of, ropes
 from ttrl.exports.gguf_tokenizer import Vocabulary, vocabulary
 from ttrl.exports.modelfile import modelfile
 from ttrl.server.model_folder import merge_adapter, stored_dtype
@@ -72,12 +73,16 @@ def write_gguf(folder: Path, path: Path, *, dtype: str, name: str) -> Vocabulary
     _check_sizes(folder, layout, config)
     words = vocabulary(folder, layout.shape.vocab_size)
     kind, file_type = DTYPES[dtype]
-    types = {
-        ours: _type_of(ours, tensor, kind) for ours, tensor in _tensors(folder, layout, config)
-    }
-    size = sum(one.bytes for one in types.values())
+    kinds = {}
+    shapes = {}
+    sizes = {}
+    for ours, tensor in _tensors(folder, layout, config):
+        kinds[ours] = _type_of(ours, tensor, kind)
+        shapes[ours] = tuple(tensor.shape)
+        sizes[ours] = math.prod(gguf.quant_shape_to_byte_shape(shapes[ours], kinds[ours]))
+    numbers = numpy.dtype(numpy.float32)
     with (
-        atomic_file(path, size) as temporary,
+        atomic_file(path, sum(sizes.values())) as temporary,
         contextlib.closing(GGUFWriter(temporary, layout.target.name)) as to,
     ):
         to.add_name(name)
@@ -85,13 +90,13 @@ def write_gguf(folder: Path, path: Path, *, dtype: str, name: str) -> Vocabulary
         to.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_settings(to, layout, config)
         words.add_to(to)
-        for ours, one in types.items():
-            to.add_tensor_info(ours, one.stored, one.numbers, one.bytes, raw_dtype=one.kind)
+        for ours, shape in shapes.items():
+            to.add_tensor_info(ours, shape, numbers, sizes[ours], raw_dtype=kinds[ours])
         to.write_header_to_file()
         to.write_kv_data_to_file()
         to.write_ti_data_to_file()
         for ours, tensor in _tensors(folder, layout, config):
-            to.write_tensor_data(_encoded(tensor, types[ours].kind))
+            to.write_tensor_data(_encoded(tensor, kinds[ours]))
     return words
 
 
@@ -121,29 +126,14 @@ def _check_sizes(folder: Path, layout: Layout, config: PretrainedConfig) -> None
         )
 
 
-class _Type:
-    """A tensor's type and size in the file."""
-
-    def __init__(self, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> None:
-        self.kind = kind
-        block, self._block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        self.numbers: Any = numpy.dtype(numpy.float32)
-        self.stored = shape
-        self.bytes = int(numpy.prod(shape)) // block * self._block_bytes
-        if kind in (GGMLQuantizationType.BF16, GGMLQuantizationType.Q8_0):
-            # The writer takes such tensors as bytes.
-            self.numbers = numpy.dtype(numpy.uint8)
-            self.stored = (*shape[:-1], shape[-1] // block * self._block_bytes)
-
-
-def _type_of(name: str, tensor: Tensor, kind: GGMLQuantizationType) -> _Type:
-    shape = tuple(tensor.shape)
-    if len(shape) == 1 or name.startswith("position_embd"):
+def _type_of(name: str, tensor: Tensor, kind: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Return a tensor's type in a file of matrices of this one."""
+    if tensor.ndim == 1 or name.startswith("position_embd"):
         kind = GGMLQuantizationType.F32
     block, _ = gguf.GGML_QUANT_SIZES[kind]
-    if shape[-1] % block:
-        kind = GGMLQuantizationType.F16
-    return _Type(kind, shape)
+    if tensor.shape[-1] % block:
+        return GGMLQuantizationType.F16
+    return kind
 
 
 def _encoded(tensor: Tensor, kind: GGMLQuantizationType) -> "numpy.ndarray[Any, Any]":
@@ -175,7 +165,7 @@ def _tensors(
         if len(parts) == len(_PARTS):
             yield place, torch.cat([waiting[place][part] for part in "qkv"])
             del waiting[place]
-    for kind, rope in layout.ropes.items():
+    for kind, rope in ropes(shape).items():
         if rope.get("rope_type") == "llama3":
             turned, _ = frequencies(config, kind, layout.context)
             dimensions = 2 * len(turned)
@@ -214,7 +204,7 @@ def _add_settings(to: GGUFWriter, layout: Layout, config: PretrainedConfig) -> N
         to.add_sliding_window(layout.window)
     if layout.windowed is not None:
         to.add_sliding_window_pattern(layout.windowed)
-    for kind, rope in layout.ropes.items():
+    for kind, rope in ropes(shape).items():
         if kind == "sliding_attention":
             to.add_rope_freq_base_swa(rope["rope_theta"])
             continue

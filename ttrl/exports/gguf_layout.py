@@ -92,11 +92,6 @@ class Layout:
             names = _INSIDE | _PLAIN
         return f"blk.{number}.{names[part]}.{kind}"
 
-    @property
-    def ropes(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the parameters of RoPE, by kind of layer."""
-        return _ropes(self.shape)
-
 
 _OUTSIDE = {
     "tok_embeddings": "token_embd",
@@ -120,7 +115,8 @@ _GATED = {"mlp.w1": "ffn_gate", "mlp.w2": "ffn_down", "mlp.w3": "ffn_up"}
 _PLAIN = {"mlp.w1": "ffn_up", "mlp.w2": "ffn_down"}
 
 
-def _ropes(shape: Architecture) -> Mapping[str, Mapping[str, Any]]:
+def ropes(shape: Architecture) -> Mapping[str, Mapping[str, Any]]:
+    """Return the parameters of RoPE, by kind of layer."""
     kinds = {kind for kind in shape.rope_kinds if kind is not None}
     if kinds == {EVERY_LAYER}:
         return {EVERY_LAYER: shape.rope_parameters}
@@ -179,7 +175,7 @@ def _problems(shape: Architecture, target: Target) -> list[str]:
 
 def _problems_of_rope(shape: Architecture, target: Target) -> list[str]:
     problems = []
-    for kind, rope in _ropes(shape).items():
+    for kind, rope in ropes(shape).items():
         name = str(rope.get("rope_type", "default"))
         if kind == "sliding_attention" and name != "default":
             problems.append(f"a RoPE of the type {name!r} in windows")

@@ -23,8 +23,6 @@ _ROLES = ("system", "user", "assistant")
 class Turns:
     """The texts around each role's text."""
 
-    start: str
-    """Before everything."""
     without_system: str
     """Before a conversation without a system message: often a default one."""
     around: Mapping[str, tuple[str, str]]
@@ -33,9 +31,9 @@ class Turns:
 
     def write(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return a conversation as the template of `go` writes it."""
-        text = self.start
+        text = ""
         if messages[0]["role"] != "system":
-            text += self.without_system
+            text = self.without_system
         for message in messages:
             before, after = self.around[message["role"]]
             text += before + message["content"] + after
@@ -54,7 +52,7 @@ class Turns:
         if self.without_system:
             default = f"{{{{ if not .System }}}}{self.without_system}{{{{ end }}}}"
         return (
-            f"{self.start}{default}{{{{ range .Messages }}}}{''.join(branches)}"
+            f"{default}{{{{ range .Messages }}}}{''.join(branches)}"
             f"{{{{ end }}}}{{{{ end }}}}{self.answer}"
         )
 
@@ -77,15 +75,13 @@ def turns_of(template: ChatTemplate) -> Turns | None:
         if parts is None or alone is None:
             return None
         # "…0 A 1 B 2 C 3 D": each border is the end of one text and the start of the next.
-        after_user = alone[1]
         after_assistant = _between(write("user", "assistant", answer=False), 2)
         system_alone = _between(write("system", "user", answer=False), 2)
         if after_assistant is None or system_alone is None:
             return None
-        ends = {"user": after_user, "assistant": after_assistant[2]}
+        ends = {"user": alone[1], "assistant": after_assistant[2]}
         before_user = parts[3].removeprefix(ends["assistant"])
         turns = Turns(
-            start="",
             without_system=alone[0].removesuffix(before_user),
             around={
                 "system": (parts[0], parts[1].removesuffix(before_user)),

@@ -100,14 +100,13 @@ def package(
         merge_adapter(folder)
         parts = [*weight_files(folder), *folder.glob("*.safetensors.index.json")]
     parts += [path for path in model_files(folder) if _is_public(path, adapter=adapter)]
-    files: dict[str, Path | bytes] = {
-        path.relative_to(
-            path.parent if path.parent.name == ADAPTER_FOLDER else folder
-        ).as_posix(): (path)
-        for path in sorted(parts)
-    }
-    for name, content in _without_paths(files, base.hub).items():
-        files[name] = content
+    files: dict[str, Path | bytes] = {}
+    for path in sorted(parts):
+        root = folder
+        if path.parent.name == ADAPTER_FOLDER:
+            root = path.parent
+        files[path.relative_to(root).as_posix()] = path
+    files |= _without_paths(files, base.hub)
     card = write_card(chosen, base, repository, adapter=adapter)
     front: dict[str, Path | bytes] = {"README.md": card.text.encode()}
     if card.curve is not None:
