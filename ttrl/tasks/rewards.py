@@ -26,18 +26,13 @@ class Weighted:
     parts: tuple[tuple[str, float, Grader], ...]
 
     @property
-    def only_evaluates(self) -> str:
-        """Return the reason why a part is no training reward; empty if all of them are."""
-        return only_evaluates(*(grader for _, _, grader in self.parts))
-
-    @property
-    def isolated(self) -> bool:
-        """Return whether a part runs only in a process of its own."""
-        return bool(declared("isolated", *(grader for _, _, grader in self.parts)))
+    def graders(self) -> list[Grader]:
+        """Return the graders of all parts, for `declared`."""
+        return [grader for _, _, grader in self.parts]
 
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
         """Return the sum of the parts; an awaitable of it, if one of them is."""
-        outputs = [grader(choice) for _, _, grader in self.parts]
+        outputs = [grader(choice) for grader in self.graders]
         return _then(outputs, self._sum)
 
     def _sum(self, outputs: list[Any]) -> Grade:
@@ -67,14 +62,9 @@ class Gated:
     otherwise: float
 
     @property
-    def only_evaluates(self) -> str:
-        """Return the reason why it is no training reward; empty if it is one."""
-        return only_evaluates(self.grader, self.gate)
-
-    @property
-    def isolated(self) -> bool:
-        """Return whether grader or gate runs only in a process of its own."""
-        return bool(declared("isolated", self.grader, self.gate))
+    def graders(self) -> list[Grader]:
+        """Return grader and gate, for `declared`."""
+        return [self.grader, self.gate]
 
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
         """Return the grader's output if the gate is open, else `otherwise`, without asking the
@@ -136,6 +126,8 @@ def declared(name: str, *graders: Any, depth: int = 4) -> Any:
     """
     for grader in graders:
         value = getattr(grader, name, None)
+        if isinstance(grader, Weighted | Gated):
+            value = declared(name, *grader.graders)
         if value:
             return value
         cells = [
