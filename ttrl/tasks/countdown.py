@@ -39,6 +39,7 @@ _PROMPT = (
     "3</answer>."
 )
 _OPERATORS = by_replacement({"*": "×·⋅∗", "/": "÷∶", "(": "[{", ")": "]}"})
+_MACROS = {"*": r"\times \cdot", "/": r"\div", "": r"\left \right \( \) \[ \]"}
 _LARGEST = 10**15
 """Numbers are drawn as parts of a float."""
 _ALLOWED = re.compile(r"[0-9+*/() -]+")
@@ -94,14 +95,9 @@ def read_expression(text: str) -> str:
     else:
         text = text.rstrip()
         part = text[max(text.rfind("\n") + 1, len(text) - 2 * LONGEST) :]
-    part = (
-        part.replace("\\times", "*")
-        .replace("\\cdot", "*")
-        .replace("\\div", "/")
-        .replace("\\left", "")
-        .replace("\\right", "")
-    )
-    part = part.replace("\\(", "").replace("\\)", "").replace("\\[", "").replace("\\]", "")
+    for sign, macros in _MACROS.items():
+        for macro in macros.split():
+            part = part.replace(macro, sign)
     part = ascii_digits(as_typed(part)).translate(_OPERATORS).strip(" \t\r\n`$.")
     bold = next(
         (mark for mark in ("**", "__") if part.startswith(mark) and part.endswith(mark)), ""
