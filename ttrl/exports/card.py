@@ -6,7 +6,6 @@ read by everyone.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -38,19 +37,11 @@ _PATH = re.compile(r"(^|[\s'\"=:(])(~|\.{0,2}/|[A-Za-z]:\\|\w+://)|^[^\s]+/[^\s]
 _SVG = re.compile(r"<svg ([^>]*)>")
 
 
-@dataclass(frozen=True)
-class Card:
-    """A model card and its picture."""
-
-    text: str
-    """README.md."""
-    curve: str | None
-    """An SVG file; None for a run with nothing to draw."""
-
-
-def write_card(chosen: Chosen, base: Base, repository: str, *, adapter: bool) -> Card:
-    """Return the card of a checkpoint. repository: its name on the hub. adapter: whether it holds
-    an adapter alone.
+def write_card(
+    chosen: Chosen, base: Base, repository: str, *, adapter: bool
+) -> tuple[str, str | None]:
+    """Return the card of a checkpoint (README.md), and its picture as SVG; None for a run with
+    nothing to draw. repository: its name on the hub. adapter: whether it holds an adapter alone.
     """
     charts = learning(chosen.run)
     curve = None
@@ -70,7 +61,7 @@ def write_card(chosen: Chosen, base: Base, repository: str, *, adapter: bool) ->
         _versions(chosen),
         _licence(base),
     ]
-    return Card("\n\n".join(section for section in sections if section) + "\n", curve)
+    return "\n\n".join(filter(None, sections)) + "\n", curve
 
 
 def _front_matter(base: Base, *, adapter: bool) -> str:

@@ -7,7 +7,7 @@ texts in another way, unnoticed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Vocabulary:
     ends_with_eos: bool
     space_first: bool
     chat_template: str | None
-    stops: tuple[str, ...] = field(default=())
+    stops: tuple[str, ...]
     """The end tokens of a reply."""
 
     def add_to(self, to: GGUFWriter) -> None:

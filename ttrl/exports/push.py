@@ -107,10 +107,10 @@ def package(
             root = path.parent
         files[path.relative_to(root).as_posix()] = path
     files |= _without_paths(files, base.hub)
-    card = write_card(chosen, base, repository, adapter=adapter)
-    front: dict[str, Path | bytes] = {"README.md": card.text.encode()}
-    if card.curve is not None:
-        front[CURVE] = card.curve.encode()
+    text, curve = write_card(chosen, base, repository, adapter=adapter)
+    front: dict[str, Path | bytes] = {"README.md": text.encode()}
+    if curve is not None:
+        front[CURVE] = curve.encode()
     return Package(repository, front | files, chosen.why)
 
 
