@@ -147,9 +147,9 @@ def plot_packed_tensors(
 
 
 def _token_text(tokenizer: Any) -> TokenText | None:
-    if tokenizer is None or callable(getattr(tokenizer, "decode", None)):
-        if tokenizer is None:
-            return None
+    if tokenizer is None:
+        return None
+    if callable(getattr(tokenizer, "decode", None)):
         return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
     return lambda token: str(tokenizer(token))
 

@@ -35,7 +35,7 @@ from ttrl.data.pictures.segments import (
 )
 from ttrl.errors import PackError
 from ttrl.messages import JsonObject
-from ttrl.text import spans
+from ttrl.text import counted, spans
 
 MAX_BYTES = 50_000_000
 """The largest page: browsers still open it, phones hardly."""
@@ -180,17 +180,15 @@ class _RowFacts:
             f"token {self.text(token)!r}, id {token}",
             _parentage(segment),
             f"position {self.positions[position]}",
+            self.owner(segment),
         ]
-        lines.append(self.owner(segment))
         if label == IGNORE_LABEL:
-            return {
-                "text": self.text(token),
-                "hover": "\n".join([*lines, "nothing is trained here"]),
-                "bar": "transparent",
-            }
-        lines.append(f"predicts {self.text(label)!r}, id {label}")
-        lines.append(f"advantage {advantage:+.3f}, logprob {self.logprobs[position]:.3f}")
-        bar = colours.advantage_colour(advantage, self._largest)
+            lines.append("nothing is trained here")
+            bar = "transparent"
+        else:
+            lines.append(f"predicts {self.text(label)!r}, id {label}")
+            lines.append(f"advantage {advantage:+.3f}, logprob {self.logprobs[position]:.3f}")
+            bar = colours.advantage_colour(advantage, self._largest)
         return {"text": self.text(token), "hover": "\n".join(lines), "bar": bar}
 
     def last(self, segment: Segment) -> dict[str, str]:
@@ -334,10 +332,7 @@ def _rounded(logprobs: np.ndarray) -> list[int | None]:
 
 
 def _summary(packed: PackedTensors, chosen: Sequence[int], figures: RowFigures) -> str:
-    count = (
-        f"{packed.num_rows:,} {'row' if packed.num_rows == 1 else 'rows'} of {packed.seq_len:,} "
-        "positions"
-    )
+    count = f"{counted(packed.num_rows, 'row')} of {packed.seq_len:,} positions"
     if len(chosen) == packed.num_rows:
         shown = ""
     else:

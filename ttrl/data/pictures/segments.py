@@ -11,7 +11,7 @@ import numpy as np
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.data.packing.packed_format import IGNORE_LABEL
 from ttrl.errors import PackError
-from ttrl.text import percent
+from ttrl.text import counted, percent
 
 TokenText: TypeAlias = Callable[[int], str]
 """From a token id to its text, as `visible` shows it or not."""
@@ -71,8 +71,7 @@ class RowFigures:
             f"{self.tokens:,} tokens",
             f"{self.trained:,} trained ({percent(self.trained / self.tokens)} of the tokens)",
             f"{self.padding:,} padding ({percent(self.padding / self.positions)})",
-            f"{self.samples:,} {'sample' if self.samples == 1 else 'samples'} in {self.trees:,} "
-            f"{'tree' if self.trees == 1 else 'trees'}",
+            f"{counted(self.samples, 'sample')} in {counted(self.trees, 'tree')}",
             f"{self.saved:,} shared tokens saved "
             f"({percent(self.saved / (self.tokens + self.saved))})",
         ]
@@ -97,10 +96,7 @@ def segments_of(packed: PackedTensors, row: int) -> list[Segment]:
     format (`PackedTensors.check`)."""
     groups = packed.group_ids[row].numpy()
     used = int((groups >= 0).sum())  # padding comes last
-    if used:
-        begins = np.flatnonzero(np.diff(groups[:used], prepend=-1))
-    else:
-        begins = np.zeros(0, dtype=np.int64)
+    begins = np.flatnonzero(np.diff(groups[:used], prepend=-1))
     stops = [*begins[1:].tolist(), used]
     parents, samples, positions = (
         tensor[row].numpy()[begins].tolist()
