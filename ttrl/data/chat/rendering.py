@@ -76,7 +76,7 @@ def unsayable(message: Mapping[str, Any]) -> str | None:
     functions = [
         call["function"] for call in message.get("tool_calls") or [] if is_function_call(call)
     ]
-    if any(_arguments(function) is None for function in functions):
+    if any(_arguments(function.get("arguments")) is None for function in functions):
         return (
             "the arguments of a tool call are not a JSON object; a server shows the model {} "
             "instead"
@@ -90,7 +90,7 @@ def unsayable(message: Mapping[str, Any]) -> str | None:
 
 
 def _server_call(call: Any) -> Any:
-    return with_arguments(call, lambda _: _arguments(call["function"]) or {})
+    return with_arguments(call, lambda given: _arguments(given) or {})
 
 
 def _with_text_arguments(message: Message) -> Message:
@@ -121,8 +121,8 @@ def with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
     return call | {"function": function | {"arguments": change(function.get("arguments"))}}
 
 
-def _arguments(function: Mapping[str, Any]) -> JsonObject | None:
-    arguments = function.get("arguments") or {}
+def _arguments(given: Any) -> JsonObject | None:
+    arguments = given or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

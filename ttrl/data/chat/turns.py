@@ -196,7 +196,7 @@ class TurnFinder:
         text = prompt + answered[begin : len(answered) - len(behind)] + closing
         inside = text[len(prompt) : len(text) - len(token)]
         early = next((stop for stop in self._stops or [token] if stop in inside), None)
-        if (early) is not None:
+        if early is not None:
             return no(
                 f"it also contains the end-of-turn token {early!r}, at which a server would have "
                 "stopped"
