@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from ttrl.errors import TaskError
@@ -407,17 +406,18 @@ def _position(
     fen: str,
     best: list[str],
     points: dict[str, float],
-    candidates: Mapping[str, float] = MappingProxyType({}),
+    candidates: dict[str, float] | None = None,
 ) -> Position:
     """Return the position after checking every move for legality. Raises RowError."""
     try:
         board = chess.Board(fen)
     except ValueError as error:
         raise RowError(f"fen {fen!r:.120}: {error}") from None
+    candidates = candidates or {}
     legal = {move.uci() for move in board.legal_moves}
     if not best or (wrong := [move for move in [*best, *points, *candidates] if move not in legal]):
         raise RowError(
             f"best moves {best!r:.80}: "
             f"{f'{wrong[:3]} not legal there' if best else 'there must be one'}; fen {fen!r:.120}"
         )
-    return Position(name, fen, tuple(best), points, dict(candidates))
+    return Position(name, fen, tuple(best), points, candidates)

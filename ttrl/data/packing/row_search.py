@@ -70,8 +70,6 @@ class _Dispersal:
                 at = bisect_left(self.gaps, (part.cost, -1))
                 if at < len(self.gaps):
                     fitting = self.gaps[at]
-                else:
-                    fitting = None
             if fitting is not None:
                 self._add(fitting[1], part, log)
                 return True
