@@ -310,12 +310,13 @@ def get_arc_agi_tasks(
             augmented(puzzle, random.Random(f"arc_agi {seed} {puzzle.id}"), augment)
             for puzzle in puzzles
         ]
-    graders = [
-        ARCGrader(tuple(pair.output for pair in puzzle.test), partial_credit) for puzzle in puzzles
-    ]
     return [
-        Task(question(write_prompt(one)), grader, id=f"arc-agi/{one.id}")
-        for one, grader in zip(puzzles, graders)
+        Task(
+            question(write_prompt(puzzle)),
+            ARCGrader(tuple(pair.output for pair in puzzle.test), partial_credit),
+            id=f"arc-agi/{puzzle.id}",
+        )
+        for puzzle in puzzles
     ]
 
 

@@ -155,20 +155,10 @@ def get_gsm8k_tasks(
     check_name("style", style, INSTRUCTIONS, "gsm8k")
     check_share("format_reward", format_reward)
     check_whole("few_shot", few_shot, 0)
-    problems = select(
-        _load(path, split), lambda p: p.question, split, n, seed, "gsm8k", held_out=split != "test"
-    )
+    problems = _load(path, split, n, seed)
     shots: list[GSM8KProblem] = []
     if few_shot:
-        shots = select(
-            _load(path, "train"),
-            lambda p: p.question,
-            "train",
-            few_shot + 1,
-            0,
-            "gsm8k",
-            held_out=True,
-        )
+        shots = _load(path, "train", few_shot + 1, 0)
     tasks = []
     for problem in problems:
         before = [
@@ -185,15 +175,20 @@ def gsm8k_examples(
     """Return solved training problems for supervised training, {"messages": [user, assistant]};
     no validation or test problems.
     """
-    problems = select(
-        _load(path, "train"), lambda p: p.question, "train", n, seed, "gsm8k", held_out=True
-    )
-    return [_solved(problem, style) for problem in problems]
+    return [_solved(problem, style) for problem in _load(path, "train", n, seed)]
 
 
-def _load(path: Source, split: str) -> list[GSM8KProblem]:
-    return load_rows(
-        path, parse_row, splits=("test",) if split == "test" else ("train",), config="main"
+def _load(path: Source, split: str, n: int | None, seed: int) -> list[GSM8KProblem]:
+    """Return `n` problems of a split, as `select` does."""
+    file = "test" if split == "test" else "train"
+    return select(
+        load_rows(path, parse_row, splits=(file,), config="main"),
+        lambda problem: problem.question,
+        split,
+        n,
+        seed,
+        "gsm8k",
+        held_out=file == "train",
     )
 
 

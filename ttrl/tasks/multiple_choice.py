@@ -321,14 +321,13 @@ def _tasks(
         held_out=is_file(path) and split != "test",
         answer=lambda one: LETTERS[one.answer],
     )
-    names = [f"{what}/{one.id}" if one.id else "" for one in chosen]
     return [
         Task(
             question(write_prompt(one, style)),
             MultipleChoiceGrader(one.answer, one.choices),
-            id=name,
+            id=f"{what}/{one.id}" if one.id else "",
         )
-        for one, name in zip(chosen, names)
+        for one in chosen
     ]
 
 

@@ -209,13 +209,11 @@ def _messages(chat: list[Any]) -> tuple[tuple[str, str], ...]:
     needs = "it must be a text, or a list of messages with role and content"
     messages = []
     for message in chat:
-        if not isinstance(message, dict):
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(part), str) for part in ("role", "content")
+        ):
             raise RowError(f"prompt has {message!r:.120}; {needs}")
-        role = message.get("role")
-        content = message.get("content")
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise RowError(f"prompt has {message!r:.120}; {needs}")
-        messages.append((role, content))
+        messages.append((message["role"], message["content"]))
     if not messages:
         raise RowError(f"prompt is an empty list; {needs}")
     return tuple(messages)
