@@ -88,7 +88,7 @@ def convert(source: str | Path, out: str | Path, tokenizer: str | Path | None = 
     config = _config(settings, stored, own_tokenizer, weights)
     with torch.device("meta"):
         model = Nanochat2026ForCausalLM(config)
-    tensors = _renamed(stored, config, vocabulary, weights)
+    tensors = _renamed(stored, vocabulary, weights)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     _check(expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, weights)
     model.load_state_dict(tensors, assign=True)
@@ -302,9 +302,7 @@ def _config(
     )
 
 
-def _renamed(
-    stored: Mapping[str, Tensor], config: NanochatConfig, vocabulary: int, weights: Path
-) -> dict[str, Tensor]:
+def _renamed(stored: Mapping[str, Tensor], vocabulary: int, weights: Path) -> dict[str, Tensor]:
     """Return the tensors by our names in float32, tables without their padding rows."""
     found: dict[str, Tensor] = {}
     for name, tensor in stored.items():
@@ -318,19 +316,16 @@ def _renamed(
         layer = re.fullmatch(r"transformer\.h\.(\d+)\.(.*)", name)
         table = re.fullmatch(r"value_embeds\.(\d+)\.weight", name)
         if layer is not None and layer[2] in _LAYER:
-            found[f"model.layers.{int(layer[1]) + 1}.{_LAYER[layer[2]]}"] = tensor.contiguous()
+            ours = f"model.layers.{int(layer[1]) + 1}.{_LAYER[layer[2]]}"
         elif table is not None:
-            found[f"model.value_embeds.{int(table[1]) + 1}.weight"] = tensor[
-                :vocabulary
-            ].contiguous()
+            ours = f"model.value_embeds.{int(table[1]) + 1}.weight"
         elif name in _ELSEWHERE:
-            if name in ("transformer.wte.weight", "lm_head.weight"):
-                cut = tensor[:vocabulary]
-            else:
-                cut = tensor
-            found[_ELSEWHERE[name]] = cut.contiguous()
+            ours = _ELSEWHERE[name]
         else:
             raise UserError(f"{weights}: nanochat of 2026 has no tensor {name}")
+        if table is not None or name in ("transformer.wte.weight", "lm_head.weight"):
+            tensor = tensor[:vocabulary]
+        found[ours] = tensor.contiguous()
     return found
 
 
