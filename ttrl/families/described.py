@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ttrl.families.layers import (
+    GATED,
     Kinds,
     Layer,
     Matrix,
@@ -119,9 +120,7 @@ def attends(
     return mixer
 
 
-def dense(
-    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), bias: str = "mlp_bias"
-) -> _Halves:
+def dense(names: tuple[str, ...] = GATED, bias: str = "mlp_bias") -> _Halves:
     def half(values: Values, number: int, kind: str) -> Layer:
         width = values.number("intermediate_size")
         return feed_forward(values, width, names=names, bias=bool(values.get(bias)))

@@ -295,14 +295,14 @@ def short_convolution(values: Values) -> Layer:
     )
 
 
-_GATED = ("gate_proj", "up_proj", "down_proj")
+GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def feed_forward(
     values: Values,
     width: int,
     *,
-    names: tuple[str, ...] = _GATED,
+    names: tuple[str, ...] = GATED,
     bias: bool = False,
 ) -> Layer:
     """Return a feed-forward layer. width: its inner one. names: of its matrices, the last one back;
