@@ -246,10 +246,8 @@ class ReplayComparison:
 
 def _rewards(result: TaskResult) -> NDArray[np.float64]:
     """Return a reward for each sample, NaN if missing."""
-    return np.array(
-        [np.nan if sample.reward is None else sample.reward for sample in result.samples],
-        dtype=np.float64,
-    )
+    # NumPy writes None as NaN.
+    return np.array([sample.reward for sample in result.samples], dtype=np.float64)
 
 
 def _orders(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
