@@ -209,20 +209,16 @@ def follows_format(text: str, style: Style, opening: str = "") -> bool:
     boxed: exactly one `\boxed{}`. answer: the last line begins with `Answer:`, and no other line
     has the mark. r1: see `ttrl.tasks.answers.tagged_answer`, also for `opening`.
     """
+    answer = None
     if style == "r1":
         answer = tagged_answer(text, opening)
     elif style == "boxed":
         if text.count("\\boxed{") == 1:
             answer = read_reply(text)
-        else:
-            answer = None
     else:
         last = text.rstrip().rpartition("\n")[2].strip(_SKIPPED)
-        is_formed = last.lower().startswith("answer:") and text.lower().count("answer:") == 1
-        if is_formed:
+        if last.lower().startswith("answer:") and text.lower().count("answer:") == 1:
             answer = last[len("answer:") :]
-        else:
-            answer = None
     return answer is not None and bool(answer.strip()) and read_answer(answer) is not None
 
 
