@@ -8,11 +8,11 @@ key once. The browser then keeps it as a cookie, hidden from scripts and never s
 
 import hmac
 import secrets
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import quote, urlencode
 
 from markupsafe import escape
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -65,20 +65,21 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return the answer to a refused request; None for the others."""
-        headers = Headers(scope=scope)
+        request = HTTPConnection(scope)
+        headers = request.headers
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("these pages can only be read\n", 405, {"Allow": "GET, HEAD"})
         if _host_name(headers.get("host", "")) not in _HOSTS:
             return PlainTextResponse("unknown host: use the printed address\n", 421)
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = [value for name, value in query if name == "key"]
-        if given:
-            if self._is_key(given[-1]):
+        given = request.query_params.get("key")
+        if given is not None:
+            if self._is_key(given):
+                query = request.query_params.multi_items()
                 return self._welcome(scope, [pair for pair in query if pair[0] != "key"])
             return _unknown_key()
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return PlainTextResponse("no answers to pages of other addresses\n", 403)
-        if self._is_key(_cookie(headers)):
+        if self._is_key(request.cookies.get(COOKIE, "")):
             return None
         return _unknown_key()
 
@@ -111,13 +112,3 @@ def _host_name(host: str) -> str:
     if colon and port.isdecimal():
         return name.lower()
     return host.lower()
-
-
-def _cookie(headers: Headers) -> str:
-    try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    if morsel is None:
-        return ""
-    return morsel.value

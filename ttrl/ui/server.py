@@ -29,28 +29,23 @@ from ttrl.ui.sample_views import pack_page, rows_page, sample_page, samples_page
 HOST = "127.0.0.1"
 _HERE = Path(__file__).parent
 _PACK_POLICY = re.compile(r"""http-equiv="Content-Security-Policy" content="([^"]*)\"""")
-Make = Callable[[Request], View]
 
 
 def make_app(runs: Runs, key: str) -> ASGIApp:
     """Return the application; every request needs the key (`ttrl.ui.guard`)."""
 
-    def of_run(view: Callable[..., View], *names: str) -> Make:
-        def make(request: Request) -> View:
-            parts = [request.path_params[name] for name in ("name", *names)]
-            return view(runs, *parts, request.query_params)
-
-        return make
-
+    pages: dict[str, Callable[..., View]] = {
+        "/": home,
+        "/compare": compare_page,
+        "/run/{name}": run_page,
+        "/run/{name}/iteration/{number:int}": iteration_page,
+        "/run/{name}/samples": samples_page,
+        "/run/{name}/sample/{place}": sample_page,
+        "/run/{name}/rows/{number:int}": rows_page,
+        "/run/{name}/pack/{number:int}": pack_page,
+    }
     routes = [
-        _route("/", lambda request: home(runs, request.query_params)),
-        _route("/compare", lambda request: compare_page(runs, request.query_params)),
-        _route("/run/{name}", of_run(run_page)),
-        _route("/run/{name}/iteration/{number:int}", of_run(iteration_page, "number")),
-        _route("/run/{name}/samples", of_run(samples_page)),
-        _route("/run/{name}/sample/{place}", of_run(sample_page, "place")),
-        _route("/run/{name}/rows/{number:int}", of_run(rows_page, "number")),
-        _route("/run/{name}/pack/{number:int}", of_run(pack_page, "number")),
+        *(_route(path, runs, view) for path, view in pages.items()),
         Route("/ui.css", functools.partial(_file, "ui.css", "text/css")),
         Route("/ui.js", functools.partial(_file, "ui.js", "text/javascript")),
     ]
@@ -97,10 +92,12 @@ def serve(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> Non
             uvicorn.Server(config).run(sockets=[listener])
 
 
-def _route(path: str, make: Make) -> Route:
+def _route(path: str, runs: Runs, make: Callable[..., View]) -> Route:
+    """make: gets the runs, the parts of the path in order, and the query."""
+
     def answer(request: Request) -> Response:
         try:
-            view = make(request)
+            view = make(runs, *request.path_params.values(), request.query_params)
             etag = f'"{view.stamp}"'
             if request.headers.get("if-none-match") == etag:
                 return Response(status_code=304, headers={"ETag": etag})
