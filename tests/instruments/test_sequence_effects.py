@@ -83,7 +83,6 @@ def test_the_parts_of_all_answers_are_the_entropys_gradient(standing):
 
 def explicit_kernel(found, batch, update, forces):
     """g_iᵀ P f_j for all pairs, from whole vectors."""
-    pushed = found._pushed(update)
     rows = []
     for place in range(len(batch.samples)):
         _, logprob = batch.sequence(place)
@@ -91,7 +90,7 @@ def explicit_kernel(found, batch, update, forces):
         own = dict(zip(found.names, gradients, strict=True))
         rows.append(
             [
-                dot(own, {name: f[name] * pushed.preconditioner[name] for name in own})
+                dot(own, {name: f[name] * update.preconditioner[name] for name in own})
                 for f in forces
             ]
         )
@@ -102,7 +101,6 @@ def explicit_kernel(found, batch, update, forces):
 def test_the_kernel_is_that_of_explicit_gradients(standing, projected):
     found, batch = standing
     update = found._update(found.step)
-    pushed = found._pushed(update)
     once = dict.fromkeys(range(len(found.step.rows.samples)), 1)
     own = EntropyBatch(found.policy, found.step.rows, once, found.config, ALONE)
     forces = [found._force(alone(found.step, number)) for number in own.numbers]
@@ -113,8 +111,8 @@ def test_the_kernel_is_that_of_explicit_gradients(standing, projected):
         own, batch, lambda place: copies(forces[place]), found.names, most_whole=most
     )
     slope = batch.gradient({name: p.detach().clone() for name, p in found.names.items()})
-    kinds = {"sgd": None, "adamw": pushed.preconditioner}
-    effects, kernels = answers.kernels(slope, pushed, 100, kinds)
+    kinds = {"sgd": None, "adamw": update.preconditioner}
+    effects, kernels = answers.kernels(slope, update, 100, kinds)
     wanted = explicit_kernel(found, batch, found._update(found.step), forces)
     kernel = kernels.kinds["adamw"]
     assert kernel.pairs is not None and (kernels.sums is not None) == projected
@@ -145,7 +143,7 @@ def test_the_kernel_is_that_of_explicit_gradients(standing, projected):
         for place in range(len(own.samples))
     ]
     pairs = torch.tensor(
-        [[dot(a, {n: f[n] * pushed.preconditioner[n] for n in a}) for f in forces] for a in h],
+        [[dot(a, {n: f[n] * update.preconditioner[n] for n in a}) for f in forces] for a in h],
         dtype=torch.float64,
     )
     tasks = [one.task_id for one in own.samples]

@@ -113,11 +113,11 @@ def test_the_preconditioner_is_that_of_the_gradients_part(case):
     config = config_of(**CASES[case])
     for rule, before, gradients, moments, _, _ in steps(config):
         gradients["b"][1] = 0.0
-        scale = rule.preconditioner(before, gradients, moments)
-        current = rule.update(before, gradients, moments).current
+        update = rule.update(before, gradients, moments)
+        scale = update.preconditioner
         for name, tensor in scale.items():
             assert bool((tensor > 0).all())
-            torch.testing.assert_close(current[name], -tensor * gradients[name])
+            torch.testing.assert_close(update.current[name], -tensor * gradients[name])
         if config.optimizer == "sgd":
             assert bool((scale["w"] == 1).all())
 

@@ -4,7 +4,8 @@ other answer (`ttrl.instruments.fisher` has the formulas).
 Each answer's own part of the update is its force f_j = -∇loss_j, through the recipe's own loss with
 clipping, KL and any objective: Σ_j f_j is the whole gradient. One backward pass gives the force,
 and one the gradient of the answer's entropy. All products with whole vectors are exact; only the
-matrix of pairs is projected, if whole gradients do not fit.
+matrix of pairs is projected, if whole gradients do not fit. The preconditioner of an update here
+holds the factor of clipping, too: its current part is P·Σ_j f_j.
 
 Shapes: N answers of the entropy batch, M of the update, r sums of a projection.
 """
@@ -35,19 +36,8 @@ from ttrl.instruments.fisher import (
     score_split,
 )
 from ttrl.instruments.linear_response import Vector
+from ttrl.instruments.update_rules import Update
 from ttrl.training.batches import Update as Step
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """Hold the vector of a step and its linear part: the parameters move by η·(P·gradient + …)."""
-
-    current: Vector
-    """From this step's gradient: P·Σ_j f_j, clipped."""
-    others: Mapping[str, Vector]
-    """The other parts, by name."""
-    preconditioner: Vector
-    """P, with the clipping's factor."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +142,7 @@ class Answers:
     """The most bytes of gradients to hold without a projection."""
 
     def effects(
-        self, slope: Vector, pushed: Pushed, rows: Mapping[str, _Rows] | None = None
+        self, slope: Vector, update: Update, rows: Mapping[str, _Rows] | None = None
     ) -> Effects:
         """Split this step's effect. slope: ∇H of the entropy batch."""
         on_entropy = []
@@ -178,11 +168,11 @@ class Answers:
                     one.logprobs.append(float(logprob.detach()))
                     one.weights.append(_weight(self.own, place, one.logprobs[-1]))
                 for name, tensor in force.items():
-                    tensor *= pushed.preconditioner[name]
+                    tensor *= update.preconditioner[name]
                 on_entropy.append(dot(slope, force))
                 tasks.append(self.own.samples[place].task_id)
                 own.append(dot(entropy, force))
-                naive.append(dot(entropy, pushed.current))
+                naive.append(dot(entropy, update.current))
                 _add(force_sum, force)
                 _add(slope_sum, entropy)
             prompts.append(dot(slope_sum, force_sum))
@@ -200,7 +190,7 @@ class Answers:
     def kernels(
         self,
         slope: Vector,
-        pushed: Pushed,
+        update: Update,
         count: int,
         kinds: Mapping[str, Vector | None],
         pairs: bool = True,
@@ -216,8 +206,9 @@ class Answers:
             held = len(kinds) * (count + 2 * len(self.own.samples))
             projection = projection_of(self.parameters, held, self.seed, self.most_whole)
             rows = {name: _Rows(one, projection) for name, one in kinds.items()}
-        effects = self.effects(slope, pushed, rows)
-        moves: dict[str, list[float]] = {name: [] for name in ("current", *pushed.others)}
+        effects = self.effects(slope, update, rows)
+        parts = update.parts()
+        moves: dict[str, list[float]] = {name: [] for name in parts}
         exact: dict[str, list[float]] = {name: [] for name in kinds}
         logprobs = []
         weights = []
@@ -226,12 +217,11 @@ class Answers:
             logprobs.append(float(logprob.detach()))
             weights.append(_weight(self.batch, place, logprobs[-1]))
             (own,) = self._gradients([logprob])
-            moves["current"].append(dot(own, pushed.current))
-            for name, part in pushed.others.items():
+            for name, part in parts.items():
                 moves[name].append(dot(own, part))
             for name, preconditioner in kinds.items():
                 if preconditioner is None:
-                    exact[name].append(_along_gradient(own, pushed))
+                    exact[name].append(_along_gradient(own, update))
                 else:
                     exact[name].append(moves["current"][-1])
             for one in rows.values():
@@ -286,11 +276,11 @@ def _add(total: Vector, vector: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def _along_gradient(vector: Vector, pushed: Pushed) -> float:
+def _along_gradient(vector: Vector, update: Update) -> float:
     """Return the product with the step's gradient, clipped as in the step: forces are not."""
     products = []
-    for name, scale in pushed.preconditioner.items():
-        gradient = torch.where(scale == 0, 0.0, pushed.current[name] / scale)
+    for name, scale in update.preconditioner.items():
+        gradient = torch.where(scale == 0, 0.0, update.current[name] / scale)
         products.append(float((vector[name] * gradient).sum(dtype=torch.float64)))
     return math.fsum(products)
 
@@ -335,7 +325,7 @@ def token_parts(
     chosen: Mapping[str, Tensor],
     force: Callable[[Step], Vector],
     slope: Vector,
-    pushed: Pushed,
+    update: Update,
 ) -> list[dict[str, object]]:
     """Return what tokens give to this step's part of ⟨∇H, v⟩: what it loses without their
     advantages. The first entry is that of all tokens.
@@ -345,7 +335,7 @@ def token_parts(
     """
     rows = step.rows
     trained = rows.labels != IGNORE_LABEL
-    whole = dot(slope, pushed.current)
+    whole = dot(slope, update.current)
     parts: list[dict[str, object]] = [
         {"name": "all tokens", "tokens": int(trained.sum()), "slope": whole}
     ]
@@ -357,7 +347,7 @@ def token_parts(
         advantages[trained] = advantages[trained].masked_fill(ours, 0.0)
         others = dataclasses.replace(step, rows=dataclasses.replace(rows, advantages=advantages))
         rest = force(others)
-        for parameter, scale in pushed.preconditioner.items():
+        for parameter, scale in update.preconditioner.items():
             rest[parameter] *= scale
         parts.append({"name": name, "tokens": int(ours.sum()), "slope": whole - dot(slope, rest)})
     return parts

@@ -76,7 +76,7 @@ from ttrl.instruments.linear_response import (
 from ttrl.instruments.momentum import Age, ages
 from ttrl.instruments.precision import TORCH_DTYPES, precision_of, prove_device, prove_model
 from ttrl.instruments.precision_sweep import batches_by_dtype, precision_sweep
-from ttrl.instruments.sequence_effects import Answers, Pushed, kernel_facts, token_parts
+from ttrl.instruments.sequence_effects import Answers, kernel_facts, token_parts
 from ttrl.instruments.study_config import StudyDevice, study_config
 from ttrl.instruments.tokens import (
     covariance_outliers,
@@ -376,7 +376,6 @@ class _Study:
 
         logger.info("comparing the optimizer's vector with its step")
         update = self._update(self.step, gradients)
-        pushed = self._pushed(update)
         whole = update.whole()
         del gradients
         found["step"] = self._step(whole)
@@ -388,7 +387,6 @@ class _Study:
             entropy_half, update_half = halves(rows, derived_generator(self.seed, "study"))
             studied = part_of(self.step, update_half)
             update = self._update(studied)
-            pushed = self._pushed(update)
             found["half_cosine"] = agreement(update.whole(), whole).cosine
         del whole  # of the model's size
         logprobs = as_run if exact is None else exact
@@ -427,7 +425,7 @@ class _Study:
             self.config,
             self.config.seed + self.trained.stepper.global_step,
         )
-        found["covariance"]["parts"] = token_parts(studied, chosen, self._force, slope, pushed)
+        found["covariance"]["parts"] = token_parts(studied, chosen, self._force, slope, update)
         answers = Answers(
             own=made_of,
             batch=batch,
@@ -436,9 +434,9 @@ class _Study:
             seed=self.seed,
         )
         if not kernel:
-            return found | answers.effects(slope, pushed).to_json()
-        kinds: dict[str, Vector | None] = {"sgd": None, self.rule.name: pushed.preconditioner}
-        effects, kernels = answers.kernels(slope, pushed, kernel, kinds, pairs)
+            return found | answers.effects(slope, update).to_json()
+        kinds: dict[str, Vector | None] = {"sgd": None, self.rule.name: update.preconditioner}
+        effects, kernels = answers.kernels(slope, update, kernel, kinds, pairs)
         end = moved(self.start, update.whole(), self.eta)
         changes = batch.logprobs(end) - batch.logprobs(self.start)
         return found | effects.to_json() | kernel_facts(kernels, effects, changes, self.eta)
@@ -464,15 +462,6 @@ class _Study:
             batch = answers.batch(self.policy, self.config, self.here)
             self.answers = answers = held_out.settle(answers, batch.label_logprobs())
         return answers.batch(self.policy, self.config, self.here)
-
-    def _pushed(self, update: Update) -> Pushed:
-        """Describe the vector, with the parameters' clipped gradient it was made of."""
-        gradient = {name: p.grad for name, p in self.names.items() if p.grad is not None}
-        scale = self.rule.preconditioner(self.start, gradient, self.moments, self.dtype)
-        for tensor in scale.values():
-            tensor *= self.clipped
-        others = {"earlier": update.earlier, "decay": update.decay}
-        return Pushed(update.current, others, scale)
 
     def _force(self, step: Step) -> Vector:
         """Return the gradient of a step's objective, downhill and not clipped."""
@@ -516,12 +505,16 @@ class _Study:
             p.copy_(parameters[name])
 
     def _update(self, step: Step, gradients: Vector | None = None) -> Update:
-        """Return the optimizer's vector, as the recipe takes it; parameters keep the clipped
-        gradient. Give `gradients` if they are known and still there.
+        """Return the optimizer's vector, as the recipe takes it, its preconditioner with the factor
+        of clipping; parameters keep the clipped gradient. Give `gradients` if they are known and
+        still there.
         """
         if gradients is None:
             gradients = self._gradients(step)
-        return self.rule.update(self.start, gradients, self.moments, self.dtype)
+        update = self.rule.update(self.start, gradients, self.moments, self.dtype)
+        for tensor in update.preconditioner.values():
+            tensor *= self.clipped
+        return update
 
     def _gradients(self, step: Step) -> Vector:
         """Return copies of the clipped gradient; it stays with the parameters."""

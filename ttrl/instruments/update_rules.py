@@ -49,6 +49,8 @@ class Update:
     """From the earlier momentum."""
     decay: Vector
     """From weight decay."""
+    preconditioner: Vector
+    """a·P: this step's gradient g gives -a·P·g."""
 
     def whole(self) -> Vector:
         """Return v."""
@@ -65,7 +67,7 @@ class TensorStep(NamedTuple):
     """Hold the parts of v for one parameter, and its moments after the step, by name."""
 
     scale: Tensor
-    """a·P: this step's gradient g gives -a·P·g."""
+    """a·P."""
     current: Tensor
     earlier: Tensor
     decay: Tensor
@@ -124,28 +126,16 @@ class UpdateRule(abc.ABC):
         moments: Moments,
         dtype: torch.dtype = torch.float64,
     ) -> Update:
-        """Compute v in float64, for a result of `dtype`; it takes three times the model's size.
+        """Compute v in float64, for a result of `dtype`; it takes four times the model's size.
         gradients: as the optimizer sees them, clipped. moments: before the step."""
-        update = Update({}, {}, {})
+        update = Update({}, {}, {}, {})
         for name, gradient in gradients.items():
             found = self.stepped(name, parameters[name], gradient, moments)
             update.current[name] = found.current.to(dtype)
             update.earlier[name] = found.earlier.to(dtype)
             update.decay[name] = found.decay.to(dtype)
+            update.preconditioner[name] = found.scale.to(dtype)
         return update
-
-    def preconditioner(
-        self,
-        parameters: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        moments: Moments,
-        dtype: torch.dtype = torch.float64,
-    ) -> Vector:
-        """Return a·P of the step with these gradients; arguments as for `update`."""
-        return {
-            name: self.stepped(name, parameters[name], gradient, moments).scale.to(dtype)
-            for name, gradient in gradients.items()
-        }
 
 
 @dataclass(frozen=True)
