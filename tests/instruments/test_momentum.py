@@ -5,7 +5,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from ttrl.instruments.momentum import KeptMomentum, by_age, kept_momenta
+from ttrl.instruments.momentum import by_age, kept_product, kept_products
 
 BETA = 0.9
 
@@ -61,23 +61,24 @@ def test_momenta_are_found_in_a_runs_states(tmp_path):
     state = None
     for number, momentum in enumerate(momenta, 1):
         state = save(tmp_path, number, momentum, number, state)
-    found, is_all = kept_momenta(state, ["w"], "exp_avg", 4, BETA)
-    assert [one.steps for one in found] == [1, 2, 3, 4] and is_all
     weights = {"w": torch.rand(6, 4, dtype=torch.float64)}
-    for one, momentum in zip(found, momenta, strict=True):
-        assert one.product(weights) == pytest.approx(float((weights["w"] * momentum).sum()))
+    found, is_all = kept_products(state, weights, "exp_avg", 4, BETA)
+    assert sorted(found) == [1, 2, 3, 4] and is_all
+    for taken, momentum in enumerate(momenta, 1):
+        assert found[taken] == pytest.approx(float((weights["w"] * momentum).sum()))
     # A decay that forgets: 0.1² is 1%, and no state before that one is looked up.
-    found, is_all = kept_momenta(state, ["w"], "exp_avg", 4, 0.09)
-    assert [one.steps for one in found] == [2, 3, 4] and not is_all
+    found, is_all = kept_products(state, weights, "exp_avg", 4, 0.09)
+    assert sorted(found) == [2, 3, 4] and not is_all
     # A pruned state.
     (tmp_path / "0002" / "state" / "optimizer.safetensors").unlink()
-    found, is_all = kept_momenta(state, ["w"], "exp_avg", 4, BETA)
-    assert [one.steps for one in found] == [3, 4] and not is_all
-    assert kept_momenta(None, ["w"], "exp_avg", 0, BETA) == ([], True)
+    found, is_all = kept_products(state, weights, "exp_avg", 4, BETA)
+    assert sorted(found) == [3, 4] and not is_all
+    assert kept_products(None, weights, "exp_avg", 0, BETA) == ({}, True)
 
 
 def test_codes_of_8_bits_are_no_momentum(tmp_path):
     state = save(tmp_path, 1, torch.zeros(6, 4, dtype=torch.uint8), 1, None)
+    weights = {"w": torch.ones(6, 4)}
     with pytest.raises(KeyError, match="U8"):
-        KeptMomentum(tmp_path / "0001" / "state", ["w"], "exp_avg")
-    assert kept_momenta(state, ["w"], "exp_avg", 1, BETA) == ([], False)
+        kept_product(tmp_path / "0001" / "state", weights, "exp_avg")
+    assert kept_products(state, weights, "exp_avg", 1, BETA) == ({}, False)

@@ -68,8 +68,7 @@ def ages(
     momenta: those in memory, newest first, a step apart; m is the first. moment: its name in
     states. state: the folder with the state at the iteration's start, for earlier ones. decay: d.
     """
-    kept, is_all = kept_momenta(state, list(weights), moment, taken, decay)
-    products = {one.steps: one.product(weights) for one in kept}
+    products, is_all = kept_products(state, weights, moment, taken, decay)
     if is_all:
         products[0] = 0.0
     for back, momentum in enumerate(momenta):
@@ -77,51 +76,42 @@ def ages(
     return by_age(sorted(products.items()), decay)
 
 
-class KeptMomentum:
-    """The momentum after an earlier iteration, in the file of its optimizer's state."""
-
-    def __init__(self, folder: Path, names: Sequence[str], moment: str) -> None:
-        """Raises OSError, KeyError or SafetensorError if it is not there, or not as numbers."""
-        self._path = folder / "optimizer.safetensors"
-        self._names = names
-        self._moment = moment
-        with safe_open(self._path, framework="pt") as file:
-            for name in names:
-                parts = file.get_slice(f"{name}.{self._moment}").get_dtype()
-                if parts not in ("F32", "F64"):
-                    raise KeyError(f"{name}.{moment} is of {parts}")
-            stored = set(file.keys())
-            counts = [f"{name}.step" for name in names if f"{name}.step" in stored]
-            steps = [int(file.get_tensor(name)) for name in counts]
-        # SGD counts none: those of the run.
-        self.steps = max(steps) if steps else _global_step(folder)
-
-    def product(self, weights: Mapping[str, Tensor]) -> float:
-        """Return ⟨weights, m⟩. One tensor is read at a time."""
-        total = 0.0
-        with safe_open(self._path, framework="pt") as file:
-            for name in self._names:
-                moment = file.get_tensor(f"{name}.{self._moment}").reshape(weights[name].shape)
-                total += float((weights[name] * moment.to(weights[name])).sum(dtype=torch.float64))
-        return total
-
-
-def kept_momenta(
-    state: str | None, names: Sequence[str], moment: str, now: int, decay: float
-) -> tuple[list[KeptMomentum], bool]:
-    """Return the momenta before an iteration, oldest first, and whether none is missing before the
-    first: of `state`, the state at its start, and of the iterations before, as far as their states
-    are there and count (OLDEST). moment: the momentum's name there. now: steps taken before the
-    studied one.
+def kept_product(folder: Path, weights: Mapping[str, Tensor], moment: str) -> tuple[int, float]:
+    """Return the steps taken up to an optimizer's state, and ⟨weights, m⟩ with its momentum. One
+    tensor is read at a time. Raises OSError, KeyError or SafetensorError if the momentum is not
+    there, or not as numbers.
     """
-    found: list[KeptMomentum] = []
+    total = 0.0
+    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
+        stored = set(file.keys())
+        counts = [f"{name}.step" for name in weights if f"{name}.step" in stored]
+        steps = [int(file.get_tensor(name)) for name in counts]
+        for name, weight in weights.items():
+            parts = file.get_slice(f"{name}.{moment}").get_dtype()
+            if parts not in ("F32", "F64"):
+                raise KeyError(f"{name}.{moment} is of {parts}")
+            momentum = file.get_tensor(f"{name}.{moment}").reshape(weight.shape)
+            total += float((weight * momentum.to(weight)).sum(dtype=torch.float64))
+    # SGD counts none: those of the run.
+    return max(steps) if steps else _global_step(folder), total
+
+
+def kept_products(
+    state: str | None, weights: Mapping[str, Tensor], moment: str, now: int, decay: float
+) -> tuple[dict[int, float], bool]:
+    """Return ⟨weights, m⟩ by steps taken, for the momenta before an iteration, and whether none is
+    missing: of `state`, the state at its start, and of the iterations before, as far as their
+    states are there and count (OLDEST). moment: the momentum's name there. now: steps taken before
+    the studied one.
+    """
+    found: dict[int, float] = {}
     for folder in _states(state):
         try:
-            one = KeptMomentum(folder, names, moment)
+            steps, product = kept_product(folder, weights, moment)
         except (OSError, KeyError, ValueError, SafetensorError):
             return found, False
-        found.insert(0, one)
-        if decay ** (now - one.steps) < OLDEST:
+        found[steps] = product
+        if decay ** (now - steps) < OLDEST:
             return found, False
     return found, True
 
