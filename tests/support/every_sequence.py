@@ -36,7 +36,7 @@ def tables(logits, sequences=SEQUENCES):
     samples = torch.tensor([s for s, row in enumerate(rows) for _ in row])
     places = torch.tensor([place for row in rows for place in row])
     tokens = torch.tensor([token for one in sequences for token in one])
-    return by_sequence(logp[places, tokens], samples)[0], by_sequence(entropy[places], samples)[0]
+    return by_sequence(logp[places, tokens], samples), by_sequence(entropy[places], samples)
 
 
 def probabilities(logits):

@@ -47,21 +47,16 @@ class Mean:
     error: float
 
 
-def by_sequence(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Arrange values of labels by sample: [S, T], 0 behind the end, and a mask of real values, bool
-    [S, T]. The samples come in the order of their numbers, each with its labels in their order. The
-    gradient flows through.
+def by_sequence(values_N: Tensor, samples_N: Tensor) -> Tensor:
+    """Arrange values of labels by sample: [S, T], 0 behind the end. The samples come in the order
+    of their numbers, each with its labels in their order. The gradient flows through.
     """
     _, sample_N, counts_S = torch.unique(samples_N, return_inverse=True, return_counts=True)
     order = torch.argsort(sample_N, stable=True)
     first_S = torch.cumsum(counts_S, 0) - counts_S
     place = torch.arange(len(order), device=values_N.device) - first_S[sample_N[order]]
     shape = len(counts_S), int(counts_S.max()) if len(counts_S) else 0
-    mask_ST = torch.zeros(shape, dtype=torch.bool, device=values_N.device)
-    mask_ST[sample_N[order], place] = True
-    return torch.zeros(shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(
-        mask_ST, values_N[order]
-    ), mask_ST
+    return values_N.new_zeros(shape).index_put((sample_N[order], place), values_N[order])
 
 
 def entropy_estimates(

@@ -327,7 +327,7 @@ class EntropyBatch:
 
     @staticmethod
     def _by_sequence(values_N: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        return by_sequence(values_N, batch["sample_ids"].flatten()[batch["trained"]])[0]
+        return by_sequence(values_N, batch["sample_ids"].flatten()[batch["trained"]])
 
     def _outputs(
         self, named: dict[str, Tensor], batch: dict[str, Tensor], grad: bool
