@@ -15,7 +15,7 @@ trained again. Their effective sample size decides how long they are good enough
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from ttrl.facts import Facts, parse
 from ttrl.instruments.entropy_batch import EntropyBatch
 from ttrl.records import Sample, TaskResult
 from ttrl.system.files import digest, write_json
+from ttrl.text import present
 from ttrl.training.batches import check_pack
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import Policy
@@ -116,7 +117,9 @@ class HeldOut:
         """Return the stored answers of the nearest policy, the earlier one of two; None without
         any. Other requests' and damaged files are left out, and reported."""
         known = []
-        for path in self._described():
+        folders = present([self.folder, self.also_in])
+        described = [path for folder in folders for path in sorted(folder.glob("*.json"))]
+        for path in described:
             try:
                 facts = parse(AnswersFacts, path.read_bytes())
             except (ValueError, OSError) as error:
@@ -134,12 +137,6 @@ class HeldOut:
             except (PackError, OSError) as error:
                 logger.warning("%s; its answers are not used", error)
         return None
-
-    def _described(self) -> Iterator[Path]:
-        """Yield the NNNN.json of all folders, the own folder first."""
-        for folder in (self.folder, self.also_in):
-            if folder is not None:
-                yield from sorted(folder.glob("*.json"))
 
     def draw(self, config: GRPOConfig) -> StoredAnswers:
         """Sample answers from the policy at an iteration's start, and store them. Raises

@@ -84,16 +84,15 @@ def precision_sweep(
     in float64, with its slope, curvature and sweep.
     """
     slope = float(found["slope"])
-    etas = sorted(float(one["eta"]) for one in found["sweep"] if one["eta"] > 0)
-    known = {float(one["eta"]): float(one["measured"]) for one in found["sweep"]}
-    exact = {eta: known[eta] for eta in etas}
+    ascending = sorted(found["sweep"], key=lambda one: one["eta"])
+    exact = {one["eta"]: one["measured"] for one in ascending if one["eta"] > 0}
     sweeps = []
     for dtype, batch in batches:
         if dtype == "fp64":
             measured = exact
         else:
-            logger.info("measuring the sweep in %s: %s", dtype, counted(len(etas), "step"))
-            measured = _measured(batch, start, vector, etas)
+            logger.info("measuring the sweep in %s: %s", dtype, counted(len(exact), "step"))
+            measured = _measured(batch, start, vector, list(exact))
         sweeps.append(dtype_sweep(dtype, batch.device.type, measured, exact, slope))
     return PrecisionSweep(slope=slope, lr=lr, sweeps=sweeps)
 

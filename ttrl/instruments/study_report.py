@@ -3,6 +3,7 @@ and as pictures (`ttrl.instruments.study_pictures`).
 """
 
 import itertools
+import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ttrl.facts import read_facts
+from ttrl.facts import dumped, read_facts
 from ttrl.instruments.precision import Precision, precision_text
 from ttrl.instruments.precision_sweep import PrecisionSweep, sweep_text
 from ttrl.instruments.study_pictures import (
@@ -212,7 +213,7 @@ def headline(found: Mapping[str, Any]) -> str:
     if entropy:
         text += f" ({100 * own['measured'] / entropy:+.2g}%)"
     text += (
-        f", measured on other answers. {_MEANINGS[kind]} The gradient predicts {own['first']:+.3g}"
+        f", measured on other answers. {CHANGES[kind]} The gradient predicts {own['first']:+.3g}"
     )
     regime = found["linear_regime"]
     if regime and regime[1] >= found["lr"] * (1 - 1e-9):
@@ -228,18 +229,18 @@ def headline(found: Mapping[str, Any]) -> str:
 def change_text(measured: float, error: float) -> str:
     """Describe the direction of the entropy, if it is clear: beyond two standard errors."""
     if abs(measured) <= 2 * error:
-        return CHANGES[2]
+        return "did not change beyond the noise"
     if measured < 0:
-        return CHANGES[0]
-    return CHANGES[1]
+        return "fell"
+    return "rose"
 
 
-CHANGES = ("fell", "rose", "did not change beyond the noise")
-_MEANINGS = {
+CHANGES = {
     "fell": "Answers become more alike; at 0, all are the same and nothing is left to learn.",
     "rose": "Answers become more varied.",
     "did not change beyond the noise": "More answers (--entropy-samples) would show less.",
 }
+"""Their meanings."""
 
 
 def how_computed(found: Mapping[str, Any]) -> str:
@@ -287,10 +288,4 @@ def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def known(value: Any) -> Any:
     """Return a value for JSON: errors of a single group, without a number, become null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): known(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [known(item) for item in value]
-    return value
+    return json.loads(dumped(value))

@@ -71,6 +71,11 @@ def study_run(
         f"{run} has no trained iteration; start the run again, and study it after the first "
         "training step"
     )
+
+    def so_far() -> dict[str, Any]:
+        left_out = {"gone": gone, "unmoved": list(dict.fromkeys(unmoved))}
+        return {"run": str(run), **computed, **left_out, **summary(steps)}
+
     iterations = _iterations(Path(run))
     for place, (number, checkpoint) in enumerate(iterations, 1):
         update = 1
@@ -89,7 +94,7 @@ def study_run(
                 update += 1
                 updates = error.updates
                 continue
-            update = update + 1
+            update += 1
             updates = found["updates"]
             computed = {name: found[name] for name in _HOW}
             (here,) = found["sweep"]
@@ -107,13 +112,11 @@ def study_run(
             steps.append(row)
             seen(row)
             if output is not None:
-                so_far = {"run": str(run), **computed, "gone": gone, "unmoved": unmoved}
                 output.mkdir(parents=True, exist_ok=True)
-                write_json(output / FILE_NAME, known(so_far | summary(steps)))
+                write_json(output / FILE_NAME, known(so_far()))
     if not steps:
         raise why
-    unmoved = list(dict.fromkeys(unmoved))
-    return {"run": str(run), **computed, "gone": gone, "unmoved": unmoved, **summary(steps)}
+    return so_far()
 
 
 FILE_NAME = "study.json"
@@ -165,16 +168,13 @@ def row_text(row: Mapping[str, Any] | None) -> str:
             f"{'iteration':>9} {'step':>5} {'entropy, nats':>18} {'measured δH':>22} "
             f"{'first order':>12} {'with second':>12}"
         )
-    entropy, measured = (f"{value:.4g} ± {error:.2g}" for value, error in _pairs(row))
+    entropy = f"{row['entropy']['value']:.4g} ± {row['entropy']['error']:.2g}"
+    measured = f"{row['measured']:.4g} ± {row['error']:.2g}"
     both = row["first"] + row["second"]
     return (
         f"{row['iteration']:>9} {row['global_step']:>5} {entropy:>18} {measured:>22} "
         f"{row['first']:>12.4g} {both:>12.4g}"
     )
-
-
-def _pairs(row: Mapping[str, Any]) -> list[tuple[float, float]]:
-    return [(row["entropy"]["value"], row["entropy"]["error"]), (row["measured"], row["error"])]
 
 
 def last_words(found: Mapping[str, Any]) -> str:
@@ -221,7 +221,7 @@ def _course(steps: Sequence[Mapping[str, Any]]) -> str:
     """Summarise the steps."""
     changes = [change_text(one["measured"], one["error"]) for one in steps]
     counts = [f"{kind} in {changes.count(kind)}" for kind in CHANGES if kind in changes]
-    (first, _), (last, _) = _pairs(steps[0])[0], _pairs(steps[-1])[0]
+    first, last = (steps[place]["entropy"]["value"] for place in (0, -1))
     number = counted(len(steps), "step")
     return (
         f"The entropy of an answer went from {first:.4g} nats before the first of {number} to "
