@@ -387,7 +387,8 @@ def test_the_same_token_after_the_same_tokens_is_named_once(run):
 
 
 def verdicts(**changes):
-    evidence = Evidence(**({"config": config(), "version": 1, "drift": SamplerTrainer()} | changes))
+    given = {"config": config(), "version": 1, "drift": SamplerTrainer(), "model": Path("gone")}
+    evidence = Evidence(**(given | changes))
     causes = likely_causes(evidence)
     order = [cause.verdict for cause in causes]
     assert order == sorted(order, key=("found", "could not be checked", "ruled out").index)

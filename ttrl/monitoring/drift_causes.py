@@ -112,10 +112,10 @@ class Evidence:
     config: "TrainConfig"
     version: int
     drift: ComparedTokens
+    model: Path
+    """The checkpoint for both sampler and trainer."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's config in this iteration."""
-    model: Path | None = None
-    """The checkpoint for both sampler and trainer."""
     shape: Mapping[str, Any] = field(default_factory=dict)
     """Its config.json, reduced to the text part if there are several."""
     generation: Mapping[str, Any] = field(default_factory=dict)
@@ -341,16 +341,9 @@ def _weights(e: Evidence) -> _Checked:
             "weight_sync='restart'",
         )
     apart = e.sync.canary_max_difference
-    if apart is not None:
-        how = f"after {e.sync.mode or 'the sync'} the canary differed by at most {apart:.2g} nats"
-    else:
-        how = ""
     if apart is None:
-        return (
-            "could not be checked",
-            "the sync reports no canary",
-            "weight_sync='restart'",
-        )
+        return ("could not be checked", "the sync reports no canary", "weight_sync='restart'")
+    how = f"after {e.sync.mode or 'the sync'} the canary differed by at most {apart:.2g} nats"
     limit = 1e-3 if e.config.dtype == "fp32" else 1.0
     if apart > limit:
         return ("found", f"{how}, more than {limit:g}", "weight_sync='restart'")
@@ -382,7 +375,7 @@ def _dtype(e: Evidence) -> _Checked:
             f"the server computes in {served.removeprefix('torch.')}, the trainer in {mine}",
             "use one dtype for both",
         )
-    stored = _stored_dtypes(e.model) if mine == "float32" else set()
+    stored = {tensor.dtype for tensor in _tensors(e.model)} if mine == "float32" else set()
     if stored - {"F32"}:
         found = (
             f"the server loads weights in {', '.join(sorted(stored))}; a trainer with float32 "
@@ -463,10 +456,7 @@ def _adapters(e: Evidence) -> _Checked:
     rank = e.recipe.get("lora_rank")
     if rank is None:
         return ("ruled out", "the run has none")
-    if e.model is not None:
-        folders = [e.model, e.model / "adapter"]
-    else:
-        folders = []
+    folders = (e.model, e.model / "adapter")
     settings = (read_mapping(folder / "adapter_config.json") for folder in folders)
     adapter = next(filter(None, settings), {})
     if not adapter:
@@ -503,15 +493,12 @@ def _routing(e: Evidence) -> _Checked:
     )
 
 
-def _tensors(model: Path | None) -> list[StoredTensor]:
+def _tensors(model: Path) -> list[StoredTensor]:
     """Read only the headers of a checkpoint's safetensors files; for a bare adapter, those of its
     base.
     """
     tensors = []
-    if model is None:
-        base = None
-    else:
-        base = read_mapping(model / "adapter" / "ttrl_adapter.json").get("lora_base")
+    base = read_mapping(model / "adapter" / "ttrl_adapter.json").get("lora_base")
     folders = [Path(folder) for folder in (model, base) if folder is not None]
     files = (sorted(folder.glob("*.safetensors")) for folder in folders)
     for path in next(filter(None, files), []):
@@ -520,11 +507,7 @@ def _tensors(model: Path | None) -> list[StoredTensor]:
     return tensors
 
 
-def _stored_dtypes(model: Path | None) -> set[str]:
-    return {tensor.dtype for tensor in _tensors(model)}
-
-
-def _embedding_rows(model: Path | None) -> int | None:
+def _embedding_rows(model: Path) -> int | None:
     for tensor in _tensors(model):
         if tensor.name.endswith(EMBEDDINGS):
             return tensor.shape[0]
