@@ -14,12 +14,12 @@ from ttrl.errors import TtrlError
 from ttrl.facts import Pick, metric, number
 from ttrl.messages import text_of
 from ttrl.monitoring.finding import Finding
-from ttrl.monitoring.followed_runs import FollowedRun, State, readable
+from ttrl.monitoring.followed_runs import FollowedRun, Stamp, State, readable, stamp_of
 from ttrl.monitoring.progress_line import dead_share
 from ttrl.monitoring.summary import validated
 from ttrl.records import Sample
 from ttrl.report.phrases import is_overfit, summary, written
-from ttrl.report.samples import parsed, stamp_of
+from ttrl.report.samples import parsed
 from ttrl.run_folder.reader import (
     RunData,
     held_out_metric,
@@ -97,6 +97,7 @@ class Essentials:
     """The held-out metric with its interval, and the reward."""
     others: list[Curve] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    """The most serious first."""
     sample: SampleText | None = None
 
 
@@ -229,7 +230,7 @@ def _newest_sample(run: FollowedRun, data: RunData, state: State) -> SampleText 
 
 
 @functools.lru_cache(maxsize=64)
-def _last_sample(path: Path, stamp: tuple[int, int]) -> Sample | None:
+def _last_sample(path: Path, stamp: Stamp) -> Sample | None:
     """Return the last sample of a file. stamp: the file's `stamp_of`."""
     size = _FIRST_BYTES
     try:

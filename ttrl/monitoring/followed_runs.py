@@ -110,7 +110,8 @@ class FollowedRun:
         """The finished tasks of the iteration being sampled."""
         self._rows: dict[int, MetricsRow] = {}
         self._data: RunData | None = None
-        self._is_read = False
+        self.is_read = False
+        """Whether only changes are left to read: the first reading takes longest."""
         self._found: list[Finding] | None = None
         self._lease = FolderLease(folder)
 
@@ -119,15 +120,10 @@ class FollowedRun:
         with self._lock:
             return self._current()
 
-    @property
-    def is_read(self) -> bool:
-        """Tell whether only changes are left to read: the first reading takes longest."""
-        return self._is_read
-
     def findings(self) -> list[Finding]:
         """Return the findings about the run."""
         with self._lock:
-            self._is_read = True
+            self.is_read = True
             run = self._current()
             if self._found is None:
                 self._found = findings(run.rows, run.config)
@@ -136,7 +132,7 @@ class FollowedRun:
     def stamp(self) -> Stamp:
         """Return numbers of the folder's files, to detect changes."""
         names = ("metrics.jsonl", "config.yaml", "config_history.jsonl", "plan.json", "drift.json")
-        return tuple(one for name in names for one in _stat(self.folder / name))
+        return tuple(one for name in names for one in stamp_of(self.folder / name))
 
     def state(self, *, counted: bool = False) -> State:
         """Tell whether the run goes on, and its phases under way.
@@ -151,7 +147,7 @@ class FollowedRun:
         if lives is False:
             is_complete = isinstance(total, int) and newest >= total
             return State("finished" if is_complete else "ended")
-        at = _stat(self.folder / "metrics.jsonl")[2] / 1e9
+        at = stamp_of(self.folder / "metrics.jsonl")[2] / 1e9
         if run.rows and isinstance(total, int):
             left = seconds_left(run.rows, total)
         else:
@@ -302,7 +298,7 @@ def _under_way(run: RunData, first: int) -> Iterator[UnderWay]:
             begun = folder.stat().st_mtime
         except OSError:
             return
-        ends = {name: _stat(folder / "done" / f"{name}.json")[2] / 1e9 for name in PHASES}
+        ends = {name: stamp_of(folder / "done" / f"{name}.json")[2] / 1e9 for name in PHASES}
         done = tuple(name for name in PHASES if ends[name])
         newest = PHASES.index(done[-1]) if done else 0
         if number == 0:  # the starting model is only measured
@@ -327,8 +323,8 @@ def _usual(run: RunData, phase: str) -> float | None:
     return None
 
 
-def _stat(path: Path) -> tuple[int, int, int]:
-    """Return inode, size and time of change; zeros without the file."""
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """Return inode, size and time of change, to detect changes of the file; zeros without it."""
     try:
         there = path.stat()
     except OSError:
@@ -337,7 +333,7 @@ def _stat(path: Path) -> tuple[int, int, int]:
 
 
 def _changed(folder: Path) -> int:
-    return _stat(folder / "metrics.jsonl")[2] or _stat(folder)[2]
+    return stamp_of(folder / "metrics.jsonl")[2] or stamp_of(folder)[2]
 
 
 def readable(run: FollowedRun) -> RunData | TtrlError:

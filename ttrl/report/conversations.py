@@ -18,6 +18,7 @@ from markupsafe import Markup
 from ttrl.messages import text_of
 from ttrl.monitoring.finding import Finding
 from ttrl.monitoring.findings import findings
+from ttrl.monitoring.followed_runs import stamp_of
 from ttrl.records import Sample
 from ttrl.report.samples import (
     TRAINER_FILE,
@@ -27,7 +28,6 @@ from ttrl.report.samples import (
     before_and_after,
     examples,
     some_samples,
-    stamp_of,
 )
 from ttrl.run_folder.reader import RunData
 from ttrl.text import compact, present

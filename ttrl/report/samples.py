@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 from ttrl.errors import TtrlError
 from ttrl.facts import number
 from ttrl.monitoring.finding import Examples
+from ttrl.monitoring.followed_runs import Stamp, stamp_of
 from ttrl.records import Sample
 from ttrl.run_folder.reader import RunData
 from ttrl.run_folder.token_text import run_token_text
@@ -132,8 +133,6 @@ class TokenTable:
             trainer = read_tensor(folder / TRAINER_FILE, "logprobs")
             if trainer.shape == self._tensors["labels"].shape:
                 self._trainer = trainer
-            else:
-                self._trainer = None
 
     def spans(self, sample: Sample) -> Shown[TokenSpan] | None:
         """Return the answer as coloured tokens; None if text says as much: no tokenizer, no ids,
@@ -205,7 +204,7 @@ def spread(count: int, most: int) -> list[int]:
     by good looks.
     """
     if count > most:
-        return [index * count // most for index in range(min(count, most))]
+        return [index * count // most for index in range(most)]
     return list(range(count))
 
 
@@ -219,15 +218,6 @@ def sample_lines(path: Path) -> Sequence[bytes]:
     return data.splitlines()
 
 
-def stamp_of(path: Path) -> tuple[int, int]:
-    """Return time and size, to detect changes of the file."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return (0, 0)
-    return (stat.st_mtime_ns, stat.st_size)
-
-
 def parsed(line: bytes) -> Sample | None:
     """Parse a line; None if it is no sample."""
     try:
@@ -237,7 +227,7 @@ def parsed(line: bytes) -> Sample | None:
 
 
 @functools.lru_cache(maxsize=16)
-def some_samples(path: Path, most: int, stamp: tuple[int, int]) -> list[Sample]:
+def some_samples(path: Path, most: int, stamp: Stamp) -> list[Sample]:
     """Return at most `most` samples of the file, at even distances. stamp: the file's
     `stamp_of`.
     """
@@ -264,7 +254,7 @@ def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample,
 
 
 @functools.lru_cache(maxsize=64)
-def examples(path: Path, kind: Examples, stamp: tuple[int, int], most: int = 2) -> list[Sample]:
+def examples(path: Path, kind: Examples, stamp: Stamp, most: int = 2) -> list[Sample]:
     """Return samples of the file for a finding. stamp: the file's `stamp_of`."""
     lines = sample_lines(path)
     rewards = [_reward(line) for line in lines]

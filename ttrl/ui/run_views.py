@@ -8,11 +8,10 @@ from starlette.datastructures import QueryParams
 
 from ttrl.facts import MetricsRow
 from ttrl.live.essentials import run_line
-from ttrl.monitoring.followed_runs import Runs, read_some
+from ttrl.monitoring.followed_runs import Runs, read_some, stamp_of
 from ttrl.report.charts import sparkline
 from ttrl.report.conversations import Message
 from ttrl.report.page import report_body
-from ttrl.report.samples import stamp_of
 from ttrl.text import compact, is_number
 from ttrl.ui.pages import NotFoundError, View, page, run_named, stamp_of_all, state_of
 from ttrl.ui.search import FILES, Query, search

@@ -5,9 +5,9 @@ from urllib.parse import urlencode
 from starlette.datastructures import QueryParams
 
 from ttrl.errors import UserError
-from ttrl.monitoring.followed_runs import Runs
+from ttrl.monitoring.followed_runs import Runs, stamp_of
 from ttrl.report.conversations import sample_pages
-from ttrl.report.samples import TRAINER_FILE, stamp_of
+from ttrl.report.samples import TRAINER_FILE
 from ttrl.report.view import FILE_NAME, FIRST_ROWS, open_pack
 from ttrl.run_folder.reader import RunData
 from ttrl.ui.pages import NotFoundError, View, page, run_named, stamp_of_all
@@ -23,14 +23,12 @@ from ttrl.ui.search import (
     task_lines,
 )
 
-_HELD_OUT = "held out"
-
 
 def samples_page(runs: Runs, name: str, query: QueryParams) -> View:
     """Filter samples."""
     run = run_named(runs, name)
     data = run.data()
-    kind: Kind = "held out" if query.get("of") == _HELD_OUT else "training"
+    kind: Kind = "held out" if query.get("of") == "held out" else "training"
     first, last, problem = _iterations(data, kind, query.get("iterations", ""))
     asked = Query(
         kind,
