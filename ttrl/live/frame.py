@@ -16,16 +16,12 @@ from rich.text import Text
 
 from ttrl.live.essentials import Curve, Essentials, RunLine
 from ttrl.live.text_plot import plain, plot, sparkline
-from ttrl.monitoring.finding import Severity
+from ttrl.monitoring.finding import MARKS, Severity
 from ttrl.monitoring.followed_runs import UnderWay
 from ttrl.text import counted, duration, harmless, present
 
 _STATES = {"running": "bold green", "finished": "bold blue", "damaged": "bold red"}
-_SEVERITIES: dict[Severity, tuple[str, str]] = {
-    "stop": ("!!", "bold red"),
-    "warn": (" !", "yellow"),
-    "note": (" ·", "dim"),
-}
+_STYLES: dict[Severity, str] = {"stop": "bold red", "warn": "yellow", "note": "dim"}
 _JUSTIFY: dict[str, JustifyMethod] = dict.fromkeys(
     ("iteration", "left", "held out", "reward", "!"), "right"
 )
@@ -92,7 +88,8 @@ def run_frame(one: Essentials, size: Size, now: float) -> RenderableType:
     """Return the frame of a run. now: as `time.time`."""
     parts: list[RenderableType] = [*_head(one, size, now)]
     if one.problem:
-        return Group(*parts, _wrapped(one.problem, "red", size))
+        problem = "\n".join(textwrap.wrap(harmless(one.problem), size.width))
+        return Group(*parts, words(problem, "red", size))
     if not one.main:
         parts.append(words(one.summary or "waiting for the run's first files", "dim", size))
     gap: list[RenderableType] = []
@@ -158,18 +155,18 @@ def _cells(one: RunLine, size: Size, now: float, is_wide: bool) -> list[Text]:
     if left is not None:
         time_left = duration(left)
     cells = [
-        words(one.name, "", size),
-        words(state, _STATES.get(one.state.word, ""), size),
-        words(_progress(one.done, one.total), "", size),
-        words(time_left, "", size),
-        words(one.held_out, "", size),
-        words(one.reward, "", size),
-        words(sparkline(one.values, _CURVE[is_wide]), "cyan", size),
-        words(str(one.serious or ""), "yellow", size),
+        (one.name, ""),
+        (state, _STATES.get(one.state.word, "")),
+        (_progress(one.done, one.total), ""),
+        (time_left, ""),
+        (one.held_out, ""),
+        (one.reward, ""),
+        (sparkline(one.values, _CURVE[is_wide]), "cyan"),
+        (str(one.serious or ""), "yellow"),
     ]
     if is_wide:
-        cells.insert(1, words(one.model, "dim", size))
-    return cells
+        cells.insert(1, (one.model, "dim"))
+    return [words(text, style, size) for text, style in cells]
 
 
 def _head(one: Essentials, size: Size, now: float) -> list[Text]:
@@ -319,22 +316,20 @@ def _small_curves(curves: Sequence[Curve], size: Size) -> list[RenderableType]:
 def _findings(one: Essentials, size: Size) -> list[RenderableType]:
     """Return the most serious findings: their titles, and their advice in a tall terminal."""
     lines: list[RenderableType] = []
-    ranked = sorted(one.findings, key=lambda finding: list(_SEVERITIES).index(finding.severity))
     most = 2
     if size.is_tall:
         most = _MOST_FINDINGS
-    for finding in ranked[:most]:
-        mark, style = _SEVERITIES[finding.severity]
+    for finding in one.findings[:most]:
         text = finding.title
         if size.is_tall:
             text = finding.line()
         wrapped = textwrap.wrap(harmless(text), size.width - 4)
         if len(wrapped) > 2:
             wrapped = [wrapped[0], wrapped[1][: size.width - 6] + " …"]
-        marks = [mark, "  "]
+        marks = [MARKS[finding.severity], "  "]
         for begin, part in zip(marks, wrapped, strict=False):
-            lines.append(words(f"{begin} {part}", style, size))
-    more = len(ranked) - most
+            lines.append(words(f"{begin} {part}", _STYLES[finding.severity], size))
+    more = len(one.findings) - most
     if more > 0:
         lines.append(words(f"   and {counted(more, 'finding')} more: ttrl report", "dim", size))
     return lines
@@ -376,10 +371,6 @@ def _folded(line: str, width: int) -> list[str]:
             piece += letter
         parts.append(piece)
     return parts
-
-
-def _wrapped(text: str, style: str, size: Size) -> Text:
-    return words("\n".join(textwrap.wrap(harmless(text), size.width)), style, size)
 
 
 def _lines(part: RenderableType) -> int:

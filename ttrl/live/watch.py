@@ -26,7 +26,7 @@ from ttrl.system.console import Console as Speaker
 
 SECONDS = 1.0
 """Between two frames."""
-_PIPE = Size(100, 48)
+_PIPE_LINES = 48
 _ESCAPE = "\x1b"
 _KEYS = {
     "\x1b[A": "up",
@@ -164,7 +164,7 @@ def _size(console: Console, *, is_live: bool) -> Size:
         return Size(max(40, console.width), console.height, unicode)
     if console.is_terminal:
         return Size(max(40, console.width), max(console.height - 1, 24), unicode)
-    return Size(max(40, console.width), _PIPE.height, unicode)
+    return Size(max(40, console.width), _PIPE_LINES, unicode)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ RECENT = 5
 """Iterations judged together: one is noise, and twenty would tell a person too late."""
 
 Severity = Literal["stop", "warn", "note"]
+MARKS: dict[Severity, str] = {"stop": "!!", "warn": " !", "note": " ·"}
 Examples = Literal["wrong", "right", "truncated", "failed", "repeated", "longest", "empty"]
 
 

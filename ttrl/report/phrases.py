@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ttrl.facts import MetricsRow, Pick, held_out, metric, number, ratio
+from ttrl.monitoring.finding import MARKS
 from ttrl.monitoring.findings import findings
 from ttrl.monitoring.summary import overfits, summary_lines, validated
 from ttrl.run_folder.reader import (
@@ -262,7 +263,6 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
 
 _OTHERS = 3
 """Number of metrics in the headline besides the reward."""
-_MARKS = {"stop": "!!", "warn": " !", "note": " ·"}
 
 
 def course_lines(run: RunData) -> list[str]:
@@ -293,7 +293,7 @@ def report_text(run_folder: Path, width: int = 100) -> str:
             lines += textwrap.wrap(
                 finding.title,
                 width,
-                initial_indent=f"{_MARKS[finding.severity]} ",
+                initial_indent=f"{MARKS[finding.severity]} ",
                 subsequent_indent="   ",
             )
             lines += textwrap.wrap(
