@@ -320,25 +320,21 @@ def compare_runs(
             f"the runs share no held-out metric ({listed}); give them the same validation_metric"
         )
     name = str(names.pop())
-    reach = [max((x for x in spent(run)[by] if x is not None), default=None) for run in runs]
+    reach = [max(present(spent(run)[by]), default=None) for run in runs]
     missing = [str(run.folder) for run, most in zip(runs, reach, strict=True) if most is None]
     if missing:
         raise UserError(
             f"{', '.join(missing)}: no {by} recorded; compare by another of {', '.join(BY)}"
         )
-    limits = present(reach)
     if arms is None:
-        points = [_point(run, by, min(limits), name, _newest) for run in runs]
+        choose = _newest
         seeds = [0] * len(runs)
     else:
+        choose = _nearest
         seeds = [list(arms[:place]).count(arm) for place, arm in enumerate(arms)]
-        limits = [
-            min(most for most, other in zip(limits, seeds, strict=True) if other == seed)
-            for seed in seeds
-        ]
-        points = [
-            _point(run, by, limit, name, _nearest) for run, limit in zip(runs, limits, strict=True)
-        ]
+    ends = list(zip(present(reach), seeds, strict=True))
+    limits = [min(most for most, other in ends if other == seed) for seed in seeds]
+    points = [_point(run, by, limit, name, choose) for run, limit in zip(runs, limits, strict=True)]
     shared = set.intersection(*(set(point.scores) for point in points))
     if not shared:
         raise UserError("the runs share no held-out task; give them the same validation tasks")
