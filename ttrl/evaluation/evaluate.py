@@ -423,16 +423,12 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
         if one.name in [other.name for other in sets[:place]]:
             problems.append(f"{one.name} is listed twice; leave one out")
         if config.system_prompt is not None:
-            problems += complaints(
-                lambda one=one: _with_system(one.tasks, config.system_prompt or "")
-            )
+            try:
+                sets[place] = _with_system(one, config.system_prompt)
+            except UserError as error:
+                problems.append(str(error))
     if problems:
         raise ConfigError("evaluation", problems)
-    if config.system_prompt is not None:
-        return [
-            dataclasses.replace(one, tasks=_with_system(one.tasks, config.system_prompt))
-            for one in sets
-        ]
     return sets
 
 
@@ -476,19 +472,18 @@ def _named(
     return sets, problems
 
 
-def _with_system(tasks: Sequence[Task], prompt: str) -> list[Task]:
+def _with_system(one: NamedTasks, prompt: str) -> NamedTasks:
     """Return the tasks with a first message; their ids stay. Raises UserError for a task with its
     own.
     """
-    for task in tasks:
+    for task in one.tasks:
         if task.messages[0]["role"] in ("system", "developer"):
             raise UserError(
                 f"task {task.id!r} has a system message of its own; leave system_prompt out"
             )
-    return [
-        dataclasses.replace(task, messages=[{"role": "system", "content": prompt}, *task.messages])
-        for task in tasks
-    ]
+    first = {"role": "system", "content": prompt}
+    tasks = [dataclasses.replace(task, messages=[first, *task.messages]) for task in one.tasks]
+    return dataclasses.replace(one, tasks=tasks)
 
 
 def _pass_at(config: EvalConfig) -> list[int]:
