@@ -72,16 +72,15 @@ class Guard:
         if _host_name(headers.get("host", "")) not in _HOSTS:
             return PlainTextResponse("unknown host: use the printed address\n", 421)
         given = request.query_params.get("key")
-        if given is not None:
-            if self._is_key(given):
-                query = request.query_params.multi_items()
-                return self._welcome(scope, [pair for pair in query if pair[0] != "key"])
-            return _unknown_key()
-        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            return PlainTextResponse("no answers to pages of other addresses\n", 403)
-        if self._is_key(request.cookies.get(COOKIE, "")):
-            return None
-        return _unknown_key()
+        if given is None:
+            if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+                return PlainTextResponse("no answers to pages of other addresses\n", 403)
+            if self._is_key(request.cookies.get(COOKIE, "")):
+                return None
+        elif self._is_key(given):
+            query = request.query_params.multi_items()
+            return self._welcome(scope, [pair for pair in query if pair[0] != "key"])
+        return PlainTextResponse("A key is missing: open the address printed by `ttrl ui`.\n", 401)
 
     def _is_key(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self._key.encode())
@@ -100,10 +99,6 @@ class Guard:
         response = HTMLResponse(page, headers={"Cache-Control": "no-store"})
         response.set_cookie(COOKIE, self._key, httponly=True, samesite="strict", path="/")
         return response
-
-
-def _unknown_key() -> Response:
-    return PlainTextResponse("A key is missing: open the address printed by `ttrl ui`.\n", 401)
 
 
 def _host_name(host: str) -> str:
