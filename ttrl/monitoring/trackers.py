@@ -93,12 +93,12 @@ class WandB(_LogsSteps):
             "dir": str(logs),
             "id": _remembered_id(run, "wandb", _new_id),
             "resume": "allow",
+            # Its console capture would take over the person's standard output.
+            "settings": wandb.Settings(console="off", silent=True),
+            "config": without_secrets(run.config),
         }
-        # Its console capture would take over the person's standard output.
-        settings = wandb.Settings(console="off", silent=True)
-        config = without_secrets(run.config)
         with _quietly():
-            self._run = wandb.init(**{"config": config, "settings": settings, **given, **arguments})
+            self._run = wandb.init(**(given | arguments))
 
     def close(self) -> None:
         if _failure() is None:
@@ -220,12 +220,12 @@ class Trackio(_LogsSteps):
         # A run of trackio is its name, and other run folders may have this one's.
         name = _remembered_id(run, "trackio", lambda: f"{run.folder.name}-{_new_id()[:6]}")
         given = {"project": "ttrl", "name": name, "resume": "allow", "embed": False}
-        config = without_secrets(run.config)
+        given["config"] = without_secrets(run.config)
         with _quietly():
             import trackio
 
             self._finish = trackio.finish  # at exit, trackio would finish a run's own end again
-            self._run = trackio.init(**{"config": config, **given, **arguments})
+            self._run = trackio.init(**(given | arguments))
 
     def close(self) -> None:
         with _quietly():
@@ -255,9 +255,9 @@ class SwanLab(_LogsSteps):
                 "id": _remembered_id(run, "swanlab", _new_id),
                 "resume": "allow",
                 "settings": settings,
+                "config": without_secrets(run.config),
             }
-            config = without_secrets(run.config)
-            self._run = swanlab.init(**{"config": config, **given, **arguments})
+            self._run = swanlab.init(**(given | arguments))
 
     def close(self) -> None:
         failure = _failure()
