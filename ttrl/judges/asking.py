@@ -6,7 +6,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from openai import APIStatusError, AsyncOpenAI, OpenAIError
@@ -106,7 +106,7 @@ class Asked:
             raise GraderError(
                 f"the judge {self.model} sent no reply: {short(answer.body, 120)}"
             ) from None
-        return Answer(text or "", answer.prompt_tokens, answer.completion_tokens, answer.cached)
+        return replace(answer, body=text or "")
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
         """Return the server's JSON answer, or its cached copy. Raises GraderError."""
