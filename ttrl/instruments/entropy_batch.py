@@ -292,20 +292,12 @@ class EntropyBatch:
         """
         step = alone(self._step, self._places[place])
         (batch,) = step.microbatches(self._config, self.device)
-        options = HeadOptions(trained=batch["trained"], entropy_grad=True)
-        out = self._policy(*policy_inputs(batch), options, batch.get("experts"))
-        count = len(out.logprobs)
-        part = 0
-        row = place
-        while row >= len(self._start[part]):
-            row -= len(self._start[part])
-            part += 1
-        values, _ = importance_entropy(
-            out.logprobs[None],
-            out.entropy[None],
-            self._start[part][row : row + 1, :count],
-            self._baselines[part][row : row + 1, :count],
+        out = self._outputs({}, batch, grad=True)
+        start, baseline = (
+            [row for part in parts for row in part][place][None, : len(out.logprobs)]
+            for parts in (self._start, self._baselines)
         )
+        values, _ = importance_entropy(out.logprobs[None], out.entropy[None], start, baseline)
         share = int(self.times[place]) / int(self.times.sum())
         return values.sum() * share, out.logprobs.sum()
 

@@ -158,7 +158,8 @@ class Answers:
             force_sum: Vector = {}
             slope_sum: Vector = {}
             for place in places:
-                force = _of(self.force(place), self.parameters)
+                whole = self.force(place)
+                force = {name: whole[name] for name in self.parameters}
                 part, logprob = self.own.sequence(place)
                 scalars = [part, logprob] if rows else [part]
                 (entropy, *gradient) = self._gradients(scalars)
@@ -228,20 +229,16 @@ class Answers:
                 one.entropy.append(one.row(own))
         found = {}
         for name in kinds:
-            along = torch.tensor(exact[name], dtype=torch.float64)
+            along = _doubles(exact[name])
             found[name] = Kernel(
                 moves=along,
-                score_form=score_form(
-                    torch.tensor(logprobs, dtype=torch.float64),
-                    along,
-                    torch.tensor(weights, dtype=torch.float64),
-                ),
+                score_form=score_form(_doubles(logprobs), along, _doubles(weights)),
                 pairs=_pairs(rows[name], along, effects.tasks) if pairs else None,
             )
         kernels = Kernels(
             kinds=found,
             sums=None if projection is None else projection.size,
-            moves={name: torch.tensor(one, dtype=torch.float64) for name, one in moves.items()},
+            moves={name: _doubles(one) for name, one in moves.items()},
         )
         return effects, kernels
 
@@ -262,10 +259,6 @@ class Answers:
         return found
 
 
-def _of(vector: Vector, parameters: Mapping[str, Tensor]) -> Vector:
-    return {name: vector[name] for name in parameters}
-
-
 def _add(total: Vector, vector: Mapping[str, Tensor]) -> None:
     """Add a vector in place; an empty total takes the vector itself."""
     for name, value in vector.items():
@@ -283,6 +276,10 @@ def _along_gradient(vector: Vector, update: Update) -> float:
         gradient = torch.where(scale == 0, 0.0, update.current[name] / scale)
         products.append(float((vector[name] * gradient).sum(dtype=torch.float64)))
     return math.fsum(products)
+
+
+def _doubles(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _weight(batch: EntropyBatch, place: int, logprob: float) -> float:
@@ -312,10 +309,10 @@ def _pairs(rows: _Rows, exact: Tensor, tasks: Sequence[str]) -> Pairs:
         effects=products(entropy, forces).cpu(),
         error=error,
         score_split=score_split(
-            torch.tensor(rows.logprobs, dtype=torch.float64),
+            _doubles(rows.logprobs),
             products(update, forces).cpu(),
             tasks,
-            torch.tensor(rows.weights, dtype=torch.float64),
+            _doubles(rows.weights),
         ),
     )
 

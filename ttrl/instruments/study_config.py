@@ -9,7 +9,6 @@ may be copied to another place: files inside of it are found there.
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +51,12 @@ def study_config(
         )
     values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     config = GRPOConfig.parse(values, str(path))
-    _check_start(config, path)
+    if config.kept is not None:
+        raise RunFolderError(
+            f"{path}: the iteration started from weights in the trainer's memory, those of "
+            f"iteration {config.kept}, and no file has them (save_every): study an iteration "
+            "after a written checkpoint, or run with save_every 1"
+        )
     run = checkpoint.parent.parent.parent
     places = {name: _found(getattr(config, name), run) for name in _PATHS}
     for name in _WANTED:
@@ -64,11 +68,11 @@ def study_config(
                 "the run's working directory, or study a copy of the run's whole folder"
             )
     where = _device(config, device, path)
-    own: Mapping[str, Any] = {"output_dir": scratch, "device": where, **places, **_OUTSIDE}
+    own: dict[str, Any] = {"output_dir": scratch, "device": where, **places, **_OUTSIDE}
     if where != config.device:
-        own = {**own, "num_threads": None}
+        own["num_threads"] = None
     if where == "cpu":
-        own = {**own, "activation_offloading": False}
+        own["activation_offloading"] = False
     if number and config.optimizer == "adamw_8bit" and where == "cpu" and not _has_compiler():
         raise ConfigError(
             str(path),
@@ -78,15 +82,6 @@ def study_config(
             ],
         )
     return dataclasses.replace(config, **own)
-
-
-def _check_start(config: GRPOConfig, path: Path) -> None:
-    if config.kept is not None:
-        raise RunFolderError(
-            f"{path}: the iteration started from weights in the trainer's memory, those of "
-            f"iteration {config.kept}, and no file has them (save_every): study an iteration "
-            "after a written checkpoint, or run with save_every 1"
-        )
 
 
 def _device(config: GRPOConfig, device: StudyDevice | None, path: Path) -> StudyDevice:

@@ -108,11 +108,8 @@ class UpdateRule(abc.ABC):
     ) -> TensorStep:
         """Compute the step of the parameter `name`, in `dtype`. Moments absent from `moments` are
         0."""
-        known = {}
-        for part in self.moments:
-            found = moments.get(f"{name}.{part}")
-            known[part] = torch.zeros_like(parameter) if found is None else found
-        own = {part: tensor.to(dtype) for part, tensor in known.items()}
+        absent = torch.zeros_like(parameter)
+        own = {part: moments.get(f"{name}.{part}", absent).to(dtype) for part in self.moments}
         if parameter.ndim >= 2:
             rate = self.weight_decay
         else:
