@@ -159,11 +159,8 @@ def compare(
         )
     contents = [read_result(path) for path in (first, second)]
     one, other = (content.sets for content in contents)
-    partners: dict[str, str] = {}
-    for name in one:
-        partner = _partner(name, one, other)
-        if partner is not None:
-            partners[name] = partner
+    found = {name: _partner(name, one, other) for name in one}
+    partners = {name: partner for name, partner in found.items() if partner is not None}
     if not partners:
         has = [", ".join(sets) or "no set" for sets in (one, other)]
         raise UserError(

@@ -222,7 +222,7 @@ def _newest_sample(run: FollowedRun, data: RunData, state: State) -> SampleText 
     for iteration in sorted(iterations, reverse=True):
         for name in _SAMPLE_FILES:
             path = data.iteration_folder(iteration) / name
-            if found is None and path.is_file():
+            if found is None:
                 found = _last_sample(path, stamp_of(path))
     if found is None:
         return None

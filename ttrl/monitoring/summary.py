@@ -9,6 +9,7 @@ Steps up and down compare neighbouring values. These are noisy; the means of the
 twenty, with their slopes (least squares), say more.
 """
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +32,7 @@ class Course:
     @property
     def steps(self) -> tuple[int, int, int]:
         """Count the steps up, down and flat."""
-        steps = [
-            after - before for before, after in zip(self.values, self.values[1:], strict=False)
-        ]
+        steps = [after - before for before, after in itertools.pairwise(self.values)]
         up = sum(step > _EQUAL for step in steps)
         down = sum(step < -_EQUAL for step in steps)
         return up, down, len(steps) - up - down

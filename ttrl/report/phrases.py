@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ttrl.facts import MetricsRow, Pick, held_out, metric, number, ratio
+from ttrl.facts import MetricsRow, Pick, held_out, metric, number, numbers, points, ratio
 from ttrl.monitoring.finding import MARKS
 from ttrl.monitoring.findings import findings
 from ttrl.monitoring.summary import overfits, summary_lines, validated
@@ -126,12 +126,7 @@ def _whose(run: RunData, label: str) -> str:
 
 def _best(run: RunData, pick: Pick, end: float, is_share: bool) -> str:
     """Name the best iteration if it was clearly better than the last one."""
-    known = [
-        (value, iteration)
-        for value, iteration in zip(run.column(pick), run.iterations, strict=True)
-        if value is not None
-    ]
-    best, iteration = max(known, key=lambda pair: pair[0])
+    iteration, best = max(points(run.rows, pick), key=lambda pair: pair[1])
     scale = max(abs(best), abs(end), 1e-12)
     if best - end <= 0.02 * scale:
         return ""
@@ -151,7 +146,7 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     seconds = total_seconds(run)
     if seconds:
         found.append(("Time", duration(seconds)))
-    totals = sorted(row.seconds.total for row in run.trained if row.seconds.total is not None)
+    totals = sorted(numbers(row.seconds.total for row in run.trained))
     if totals:
         found.append(("Typical iteration", duration(totals[len(totals) // 2])))
     tokens = sum(row.completion_tokens or 0 for row in run.rows)
@@ -159,9 +154,7 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
         found.append(
             ("Tokens sampled", compact(tokens) if tokens < 1e6 else f"{tokens / 1e6:.3g} million")
         )
-    spent = max(
-        (row.flops.cumulated for row in run.rows if row.flops.cumulated is not None), default=0.0
-    )
+    spent = max(numbers(row.flops.cumulated for row in run.rows), default=0.0)
     if spent:
         found.append(("FLOPs", si_spaced(spent)))
     return found

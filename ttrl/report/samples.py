@@ -141,9 +141,9 @@ class TokenTable:
         if self._text is None or sample.turns or not sample.token_ids:
             return None
         tokens = self._facts(sample)
-        if tokens is None:
-            return None
-        if all(token.sampler is None and token.advantage is None for token in tokens):
+        if tokens is None or all(
+            token.sampler is None and token.advantage is None for token in tokens
+        ):
             return None
         shown = [token.span(place, self._text) for place, token in enumerate(tokens[:MAX_TOKENS])]
         return Shown(shown, len(tokens) - len(shown))
@@ -155,18 +155,14 @@ class TokenTable:
         ids = sample.token_ids
         if ids is None or (sample.logprobs is not None and len(sample.logprobs) != len(ids)):
             return None
-        known = (
-            [None] * len(ids)
-            if sample.logprobs is None
-            else [number(value) for value in sample.logprobs]
-        )
+        known: Sequence[float | None] = sample.logprobs or [None] * len(ids)
         trained = self._trained(sample)
         # The pack holds the same tokens in the same order; a truncated pack holds the first of
         # them.
         if [one.token_id for one in trained] != ids[: len(trained)]:
             trained = []
         rest = zip(ids[len(trained) :], known[len(trained) :], strict=True)
-        return trained + [TokenFacts(token, value) for token, value in rest]
+        return trained + [TokenFacts(token, number(value)) for token, value in rest]
 
     def _trained(self, sample: Sample) -> list[TokenFacts]:
         from ttrl.data.packing.packed_format import IGNORE_LABEL
