@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ttrl.facts import Pick, held_out, metric, number, ratio
+from ttrl.facts import Pick, held_out, metric, number, numbers, ratio
 from ttrl.monitoring.drift import limits
 from ttrl.monitoring.progress_line import dead_share
 from ttrl.report import phrases
@@ -82,17 +82,16 @@ def _bars(
     return [Figure(title, caption + means, chart, _legend(known))]
 
 
+def _coloured(columns: Mapping[str, Sequence[float | None]], first: int = 1) -> list[Series]:
+    """Return a series of each column, in colours from `first` on."""
+    named = enumerate(columns.items(), first)
+    return [Series(name, values, color) for color, (name, values) in named]
+
+
 def learning(run: RunData) -> list[Figure]:
     """Return reward and validation, with intervals."""
-    rewards = [
-        value
-        for pick in (metric("reward"), held_out("reward"))
-        for value in run.column(pick)
-        if value is not None
-    ]
-    options: dict[str, Any] = {
-        "y_range": (0.0, 1.0) if all(0 <= value <= 1 for value in rewards) else None
-    }
+    rewards = present([*run.column(metric("reward")), *run.column(held_out("reward"))])
+    y_range = (0.0, 1.0) if all(0 <= value <= 1 for value in rewards) else None
     validated: list[Series] = []
     band = ""
     label = "exact match"
@@ -137,8 +136,8 @@ def learning(run: RunData) -> list[Figure]:
         before += f" Not every sample has {name}: the mean is over the others"
         before += f", {some} in the newest iteration."
     return [
-        *_lines(run, title, caption, validated, band, **options),
-        *_lines(run, "Training", before, training, **options),
+        *_lines(run, title, caption, validated, band, y_range=y_range),
+        *_lines(run, "Training", before, training, y_range=y_range),
     ]
 
 
@@ -154,40 +153,26 @@ def _other_shares(run: RunData, shown: str) -> list[Series]:
         if any(value is not None for value in values)
         and all(0 <= value <= 1 for value in values if value is not None)
     ]
-    return [
-        Series(name, values, color)
-        for color, (name, values) in enumerate(shares[:_OTHER_SHARES], 3)
-    ]
+    return _coloured(dict(shares[:_OTHER_SHARES]), 3)
 
 
 def time(run: RunData) -> list[Figure]:
     """Return seconds of each phase, dead time, tokens per second, and the machine's utilisation."""
     columns = phase_columns(run)
-    phases = [
-        Series(name, columns[name], color) for color, name in enumerate([*PHASES, "other"], 1)
-    ]
-    busy = [
-        Series("of the peak, while training", run.column(lambda row: row.train.peak_share)),
-        Series("over the whole iteration", phrases.utilisation(run), 2),
-        Series("of the server, while sampling", run.column(lambda row: row.server.peak_share), 3),
-    ]
+    phases = _coloured({name: columns[name] for name in (*PHASES, "other")})
+    busy = {
+        "of the peak, while training": run.column(lambda row: row.train.peak_share),
+        "over the whole iteration": phrases.utilisation(run),
+        "of the server, while sampling": run.column(lambda row: row.server.peak_share),
+    }
     uses = {
         "sampling": [row.machine.sample for row in run.rows],
         "training": [row.machine.train for row in run.rows],
         "both at once": [row.machine.both for row in run.rows],
     }
-    cores = [
-        Series(f"CPU, {name}", [use.cpu for use in used], color)
-        for color, (name, used) in enumerate(uses.items(), 1)
-    ]
-    gpus = [
-        Series(f"GPU, {name}", [use.gpu_busy for use in used], color)
-        for color, (name, used) in enumerate(uses.items(), 4)
-    ]
-    watts = [
-        Series(name, [use.watts for use in used], color)
-        for color, (name, used) in enumerate(uses.items(), 4)
-    ]
+    cores = {f"CPU, {name}": [use.cpu for use in used] for name, used in uses.items()}
+    gpus = {f"GPU, {name}": [use.gpu_busy for use in used] for name, used in uses.items()}
+    watts = {name: [use.watts for use in used] for name, used in uses.items()}
     flops = [row.flops for row in run.rows]
     parts = {
         "prefill": [one.prefill for one in flops],
@@ -197,7 +182,6 @@ def time(run: RunData) -> list[Figure]:
         "recomputation": [one.recomputation for one in flops],
         "before the gradient": [one.before_gradient for one in flops],
     }
-    spent = [Series(name, values, color) for color, (name, values) in enumerate(parts.items(), 1)]
     return [
         *_bars(
             run,
@@ -226,7 +210,7 @@ def time(run: RunData) -> list[Figure]:
             "Utilisation",
             "FLOP/s of trainer and server as a share of the speed of the model's largest matrix "
             "product, as the trainer measured it here.",
-            busy,
+            _coloured(busy),
             percent=True,
             from_zero=True,
         ),
@@ -235,7 +219,7 @@ def time(run: RunData) -> list[Figure]:
             "Processors at work",
             "Share of busy cores, and of the time with any kernel on a GPU (NVML): over the whole "
             "machine and all its users, as the average of each phase.",
-            [*cores, *gpus],
+            _coloured(cores | gpus),
             percent=True,
             y_range=(0.0, 1.0),
         ),
@@ -243,7 +227,7 @@ def time(run: RunData) -> list[Figure]:
             run,
             "Power",
             "Watts of all GPUs together, as the average of each phase.",
-            watts,
+            _coloured(watts, 4),
             from_zero=True,
         ),
         *_bars(
@@ -252,7 +236,7 @@ def time(run: RunData) -> list[Figure]:
             "Computed work: prompts read (without tokens from the prefix cache) and tokens "
             "written, the validation, forward and backward pass, recomputation in the backward "
             "pass, and the earlier passes of policy, reference and reward model.",
-            spent,
+            _coloured(parts),
         ),
     ]
 
@@ -358,19 +342,16 @@ def sampling(run: RunData) -> list[Figure]:
 
 def training(run: RunData) -> list[Figure]:
     """Return the charts of the policy's movement."""
-    clipped = [
-        Series("from above", run.column(lambda row: row.train.clip_fraction_high), 1),
-        Series("from below", run.column(lambda row: row.train.clip_fraction_low), 2),
-    ]
-    apart = [
-        Series("mean", run.column(lambda row: row.compared.mean)),
-        Series("99.9th percentile", run.column(lambda row: row.compared.p999), 2),
-        Series(
-            "99.9th percentile under the sampler's own weights",
-            run.column(lambda row: row.compared.own.p999),
-            3,
-        ),
-    ]
+    clipped = {
+        "from above": run.column(lambda row: row.train.clip_fraction_high),
+        "from below": run.column(lambda row: row.train.clip_fraction_low),
+    }
+    own = run.column(lambda row: row.compared.own.p999)
+    apart = {
+        "mean": run.column(lambda row: row.compared.mean),
+        "99.9th percentile": run.column(lambda row: row.compared.p999),
+        "99.9th percentile under the sampler's own weights": own,
+    }
     entropy = "Nats per token: how undecided the model is. At zero, all its samples are the same."
     return [
         *_line(run, "Entropy", lambda row: row.train.entropy, entropy),
@@ -387,7 +368,7 @@ def training(run: RunData) -> list[Figure]:
             run,
             "Clipped tokens",
             "Share of the tokens without a gradient because their ratio left the trusted range.",
-            clipped,
+            _coloured(clipped),
             percent=True,
             from_zero=True,
         ),
@@ -405,7 +386,7 @@ def training(run: RunData) -> list[Figure]:
             run,
             "Sampler against trainer",
             _apart(run),
-            apart,
+            _coloured(apart),
             log=True,
         ),
         *_line(
@@ -489,8 +470,7 @@ def _gradient_noise(run: RunData) -> list[Figure]:
 
 def _entropy_response(run: RunData) -> list[Figure]:
     """Return the predicted effect of a step on the entropy, with its cost."""
-    shares = [row.entropy_response.share for row in run.trained]
-    known = [share for share in shares if share is not None]
+    known = numbers(row.entropy_response.share for row in run.trained)
     text = (
         "Nats per answer: the first order η⟨∇H, v⟩ of the measured steps. Below 0, a step makes "
         "answers more alike. Measured on a quarter of a step's tasks, for the update by the "
