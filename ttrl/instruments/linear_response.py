@@ -9,6 +9,7 @@ parameters move by more than their last bits, and the difference of two nearly e
 `linear_regime` finds the range of a correct first order in between.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,15 +71,13 @@ def linear_regime(sweep: Sequence[Response], tolerance: float = 0.1) -> tuple[fl
     """Return the smallest and the largest |η| of the longest run of neighbours, in order of |η|,
     with the measurement within `tolerance` of the first order, relative to it; None without any.
     """
+
+    def is_near(one: Response) -> bool:
+        return abs(one.measured - one.first) <= tolerance * abs(one.first)
+
     ordered = sorted((one for one in sweep if one.eta), key=lambda one: abs(one.eta))
-    best: list[Response] = []
-    run: list[Response] = []
-    for one in ordered:
-        if abs(one.measured - one.first) <= tolerance * abs(one.first):
-            run = [*run, one]
-        else:
-            run = []
-        best = max(best, run, key=len)
-    if best:
-        return (abs(best[0].eta), abs(best[-1].eta))
-    return None
+    runs = [list(run) for near, run in itertools.groupby(ordered, key=is_near) if near]
+    best = max(runs, key=len, default=None)
+    if best is None:
+        return None
+    return (abs(best[0].eta), abs(best[-1].eta))

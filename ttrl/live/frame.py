@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rich.cells import cell_len
+from rich.cells import chop_cells
 from rich.console import Group, JustifyMethod, OverflowMethod, RenderableType
 from rich.rule import Rule
 from rich.table import Table
@@ -361,16 +361,8 @@ def _sample(one: Essentials, size: Size, lines: int) -> list[RenderableType]:
 
 def _folded(line: str, width: int) -> list[str]:
     """Break a line by the columns of its characters: some take two, some none."""
-    parts: list[str] = []
-    for part in textwrap.wrap(line, width, drop_whitespace=False):
-        piece = ""
-        for letter in part:
-            if cell_len(piece + letter) > width:
-                parts.append(piece)
-                piece = ""
-            piece += letter
-        parts.append(piece)
-    return parts
+    parts = textwrap.wrap(line, width, drop_whitespace=False)
+    return [piece for part in parts for piece in chop_cells(part, width)]
 
 
 def _lines(part: RenderableType) -> int:

@@ -1,5 +1,6 @@
 """Draw curves with characters: sparklines, and plots of braille dots with a shaded interval."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -117,7 +118,9 @@ def plot(
                 and row(above, height) <= y <= row(below, height)
             )
             cells.append(_cell(dots[y][x], shaded))
-        lines.append(_joined(cells))
+        # Neighbours of one kind are joined.
+        runs = itertools.groupby(cells, key=lambda cell: cell.kind)
+        lines.append([Cells("".join(cell.text for cell in run), kind) for kind, run in runs])
     return lines
 
 
@@ -127,17 +130,6 @@ def _cell(bits: int, shaded: bool) -> Cells:
     if shaded:
         return Cells(_BAND, "band")
     return Cells(" ", "")
-
-
-def _joined(cells: Sequence[Cells]) -> list[Cells]:
-    """Join neighbours of one kind."""
-    joined: list[Cells] = []
-    for cell in cells:
-        if joined and joined[-1].kind == cell.kind:
-            joined[-1] = Cells(joined[-1].text + cell.text, cell.kind)
-        else:
-            joined.append(cell)
-    return joined
 
 
 def _thinned(values: Sequence[float | None], most: int) -> list[float | None]:
