@@ -129,7 +129,7 @@ def pack_page(runs: Runs, name: str, number_: int, query: QueryParams) -> View:
 
     def render() -> str:
         wanted = rows
-        if wanted is not None and wanted == f"0-{FIRST_ROWS - 1}":
+        if wanted == f"0-{FIRST_ROWS - 1}":
             wanted = None  # the pack may be smaller
         return open_pack(data.folder, number_, wanted).html()
 

@@ -69,8 +69,8 @@ class Query:
 
     def tests(self) -> list[Callable[[Line], bool]]:
         """Return the conditions. Raises UserError for an unreadable one."""
-        found = [_condition(one) for one in re.split(r"[,;]|\s(?=\s*[^\W\d])", self.conditions)]
-        tests = [one for one in found if one is not None]
+        asked = re.split(r"[,;]|\s(?=\s*[^\W\d])", self.conditions)
+        tests = [_condition(one) for one in asked if one.strip()]
         if self.finish == "failed":
             tests.append(lambda line: line.error is not None)
         elif self.finish:
@@ -221,9 +221,7 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _condition(text: str) -> Callable[[Line], bool] | None:
-    if not text.strip():
-        return None
+def _condition(text: str) -> Callable[[Line], bool]:
     match = _CONDITION.fullmatch(text)
     try:
         if match is None:
