@@ -438,7 +438,7 @@ def _named(
     """Return (sets, problems) of families and files."""
     sets = []
     problems = []
-    options = dict(config.options)
+    options = config.options
     used: set[str] = set()
     for text in asked:
         try:

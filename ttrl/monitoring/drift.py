@@ -64,11 +64,12 @@ class DriftLimits:
 # send a token to another expert. These limits catch a wrong distribution or model. The canary after
 # each sync catches a policy one small step old. The half-precision and CUDA limits come from
 # reading, not from our own runs with a real model; a tiny model kept them on an H100.
+_BF16 = DriftLimits(mean=0.06, p999=1.0, ess=0.9, outside=0.04)
 DEFAULT_LIMITS = {
     ("fp32", "cpu"): DriftLimits(mean=2e-4, p999=5e-3, ess=0.99, outside=0.005),
     ("fp32", "cuda"): DriftLimits(mean=2e-3, p999=5e-2, ess=0.98, outside=0.05),
-    ("bf16", "cpu"): DriftLimits(mean=0.06, p999=1.0, ess=0.9, outside=0.04),
-    ("bf16", "cuda"): DriftLimits(mean=0.06, p999=1.0, ess=0.9, outside=0.04),
+    ("bf16", "cpu"): _BF16,
+    ("bf16", "cuda"): _BF16,
 }
 
 

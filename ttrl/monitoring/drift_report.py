@@ -55,9 +55,8 @@ class Cause(Facts, omit_defaults=False):
     way_out: str = ""
 
     def line(self) -> str:
-        mark = {"found": "FOUND", "ruled out": "ruled out", "could not be checked": "not checked"}[
-            self.verdict
-        ]
+        marks = {"found": "FOUND", "could not be checked": "not checked"}
+        mark = marks.get(self.verdict, self.verdict)
         if self.way_out and self.verdict != "ruled out":
             way = f" → {self.way_out}"
         else:

@@ -161,12 +161,8 @@ class MLflow:
         the run was continued keeps its first value there.
         """
         known = self._client.get_run(self._run_id).data.params
-        settings = dict(_flat_settings(without_secrets(config)))
-        new = [
-            self._entities.Param(name, value)
-            for name, value in ((self._name(name), value) for name, value in settings.items())
-            if name not in known
-        ]
+        settings = {self._name(n): v for n, v in _flat_settings(without_secrets(config))}
+        new = [self._entities.Param(n, v) for n, v in settings.items() if n not in known]
         for first in range(0, len(new), self._PARAMETERS):
             self._client.log_batch(self._run_id, params=new[first : first + self._PARAMETERS])
 
