@@ -282,8 +282,13 @@ def _steps(device: torch.device, model: Path, backward: Backward = _backward) ->
     """Test a small model's optimizer steps in each setting, against plain fp32 steps on the CPU."""
     truth: dict[str, dict[str, Tensor]] = {}
 
-    def try_steps(optimizer: str, limit: float, settings: dict[str, object]) -> tuple[bool, str]:
-        kind = "sgd" if optimizer == "sgd" else "adamw"
+    def try_steps(optimizer: str, settings: dict[str, object]) -> tuple[bool, str]:
+        if optimizer == "sgd":
+            kind = "sgd"
+            limit = SGD_LIMITS[str(settings.get("dtype", "fp32"))]
+        else:
+            kind = "adamw"
+            limit = ADAMW_LIMITS[optimizer]
         if kind not in truth:
             truth[kind] = _stepped(model, torch.device("cpu"), kind, {}, backward)
         found = _stepped(model, device, optimizer, settings, backward)
@@ -293,43 +298,38 @@ def _steps(device: torch.device, model: Path, backward: Backward = _backward) ->
         return error <= limit, f"‖Δ - Δ₀‖ / ‖Δ₀‖ = {error:.1e}, at most {limit:g}"
 
     on_gpu = device.type == "cuda"
-    gradients: list[tuple[str, dict[str, object], bool]] = [
-        ("fp32", {}, True),
-        ("bf16", {"dtype": "bf16"}, True),
-        ("checkpointing", {"activation_checkpointing": True}, True),
+    cases: list[tuple[str, str, dict[str, object], bool]] = [
+        ("fp32", "sgd", {}, True),
+        ("bf16", "sgd", {"dtype": "bf16"}, True),
+        ("checkpointing", "sgd", {"activation_checkpointing": True}, True),
         (
             "checkpointing, products kept",
+            "sgd",
             {"activation_checkpointing": True, "checkpoint_keeps": "products"},
             True,
         ),
-        ("compile", {"compile": True, "row_length_multiple": 128}, on_gpu),
+        ("compile", "sgd", {"compile": True, "row_length_multiple": 128}, on_gpu),
         (
             "compile, checkpointing, bf16",
+            "sgd",
             {"compile": True, "activation_checkpointing": True, "dtype": "bf16"},
             on_gpu,
         ),
-        ("parameters in the CPU's memory", {"cpu_offload": True}, on_gpu),
+        ("parameters in the CPU's memory", "sgd", {"cpu_offload": True}, on_gpu),
         (
             "activations in the CPU's memory",
+            "sgd",
             {"activation_offloading": True, "activation_checkpointing": True},
             on_gpu,
         ),
-    ]
-    for case, settings, here in gradients:
-        limit = SGD_LIMITS[str(settings.get("dtype", "fp32"))]
-        yield "gradients", case, partial(try_steps, "sgd", limit, settings) if here else _left_out
-    optimizers: list[tuple[str, str, dict[str, object], bool]] = [
         ("AdamW", "adamw", {}, True),
         ("AdamW in backward", "adamw", {"optimizer_in_backward": True}, True),
         ("AdamW, 8 bits", "adamw_8bit", {}, on_gpu),
         ("AdamW on the CPU", "adamw", {"optimizer_on_cpu": True}, on_gpu),
     ]
-    for case, optimizer, settings, here in optimizers:
-        yield (
-            "optimizer",
-            case,
-            partial(try_steps, optimizer, ADAMW_LIMITS[optimizer], settings) if here else _left_out,
-        )
+    for case, optimizer, settings, here in cases:
+        part = "gradients" if optimizer == "sgd" else "optimizer"
+        yield part, case, partial(try_steps, optimizer, settings) if here else _left_out
 
 
 def _left_out() -> tuple[None, str]:
