@@ -103,16 +103,12 @@ def row_of(
     """Return √P·vector as a row [r], projected in float64, or whole in the vector's own dtype.
     scale: P; None: 1. One tensor is scaled at a time.
     """
-    scaled = ((name, _scaled(one, name, scale)) for name, one in vector.items())
+    scaled: Iterable[tuple[str, Tensor]] = vector.items()
+    if scale is not None:
+        scaled = ((name, one * scale[name].sqrt()) for name, one in vector.items())
     if projection is not None:
         return projection(scaled)
     return torch.cat([one.flatten() for _, one in scaled])
-
-
-def _scaled(one: Tensor, name: str, scale: Mapping[str, Tensor] | None) -> Tensor:
-    if scale is None:
-        return one
-    return one * scale[name].sqrt()
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ momenta are enough: none is held in memory. The parts telescope, so their sum is
 """
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ttrl.instruments.fisher import dot
+from ttrl.system.files import read_object
 
 OLDEST = 0.01
 """Steps with a smaller part of their gradient in the momentum are not looked up: with β₁ = 0.9,
@@ -92,8 +92,9 @@ def kept_product(folder: Path, weights: Mapping[str, Tensor], moment: str) -> tu
                 raise KeyError(f"{name}.{moment} is of {parts}")
             momentum = file.get_tensor(f"{name}.{moment}").reshape(weight.shape)
             total += float((weight * momentum.to(weight)).sum(dtype=torch.float64))
-    # SGD counts none: those of the run.
-    return max(steps) if steps else _global_step(folder), total
+    if not steps:  # SGD counts none: those of the run
+        steps = [int(read_object(folder / "state.json")["global_step"])]
+    return max(steps), total
 
 
 def kept_products(
@@ -114,10 +115,6 @@ def kept_products(
         if decay ** (now - steps) < OLDEST:
             return found, False
     return found, True
-
-
-def _global_step(folder: Path) -> int:
-    return int(json.loads((folder / "state.json").read_text(encoding="utf-8"))["global_step"])
 
 
 def _states(state: str | None) -> Iterator[Path]:

@@ -72,15 +72,6 @@ class Precision(Facts):
     kernel: Computed | None = None
     checkpoint_distance: Computed | None = None
 
-    def groups(self) -> dict[tuple[str, str], list[str]]:
-        """Return the names of quantities by (dtype, device)."""
-        found: dict[tuple[str, str], list[str]] = {}
-        for name in self.__struct_fields__[1:]:
-            one = getattr(self, name)
-            if one is not None:
-                found.setdefault((one.dtype, one.device), []).append(name.replace("_", " "))
-        return found
-
 
 def precision_of(
     dtype: Dtype, run_dtype: Dtype, device: torch.device, *, kernel: bool, distance: bool
@@ -110,11 +101,14 @@ def precision_of(
 def precision_text(found: Precision) -> str:
     """Describe the precision of each quantity, for a terminal."""
     device = {"cpu": "the CPU", "cuda": found.device_name}
-    groups = [
-        f"{dtype} on {device[where]}: {', '.join(names)}"
-        for (dtype, where), names in found.groups().items()
-    ]
-    return f"By quantity: {'; '.join(groups)}. Sums over parameters and answers are in fp64."
+    groups: dict[str, list[str]] = {}
+    for name in found.__struct_fields__[1:]:
+        one = getattr(found, name)
+        if one is not None:
+            how = f"{one.dtype} on {device[one.device]}"
+            groups.setdefault(how, []).append(name.replace("_", " "))
+    told = "; ".join(f"{how}: {', '.join(names)}" for how, names in groups.items())
+    return f"By quantity: {told}. Sums over parameters and answers are in fp64."
 
 
 def device_name(device: torch.device) -> str:

@@ -326,7 +326,7 @@ def draw_precision(found: PrecisionSweep) -> Figure:
             continue
         ends = (one.precision_ends / found.lr, one.linearity_ends / found.lr)
         below.plot(ends, [number, number], color=color)
-        marks = (_END if one.precision_is_seen else "<", _END if one.linearity_is_seen else ">")
+        marks = ("|" if one.precision_is_seen else "<", "|" if one.linearity_is_seen else ">")
         for end, mark in zip(ends, marks, strict=True):
             below.plot(end, number, mark, color=color, markersize=9)
     above.axhline(TOLERANCE, color="grey", linewidth=0.6, linestyle="--")
@@ -343,7 +343,3 @@ def draw_precision(found: PrecisionSweep) -> Figure:
         xlabel="η in learning rates (arrows: the sweep ends before the range)",
     )
     return figure
-
-
-_END = "|"
-"""The mark of an end within the sweep."""

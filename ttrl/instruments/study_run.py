@@ -61,8 +61,15 @@ def study_run(
     `signs`, and the fits of all steps' predictions, "fit" and "logprob_fit". Raises RunFolderError
     or UnmovedStepError if no step can be studied.
     """
-    how: dict[str, Any] = {"sequences": sequences, "dtype": dtype, "device": device, "seed": seed}
-    how |= {"kernel": kernel, "held_out": held_out, "pairs": False}
+    how: dict[str, Any] = {
+        "sequences": sequences,
+        "dtype": dtype,
+        "device": device,
+        "seed": seed,
+        "kernel": kernel,
+        "held_out": held_out,
+        "pairs": False,
+    }
     steps: list[dict[str, Any]] = []
     gone: list[int] = []
     unmoved: list[int] = []
@@ -98,13 +105,16 @@ def study_run(
             updates = found["updates"]
             computed = {name: found[name] for name in _HOW}
             (here,) = found["sweep"]
-            row = {"iteration": number, "global_step": found["global_step"], "lr": found["lr"]}
-            row |= {
+            row = {
+                "iteration": number,
+                "global_step": found["global_step"],
+                "lr": found["lr"],
                 "entropy": found["entropy"]["rao_blackwell"],
                 "is_linear": abs(here["second"]) <= LINEAR * abs(here["first"]),
+                "second": here["second"],
+                "entropy_batch": found["entropy_batch"],
+                **split_row(found),
             }
-            row |= {name: here[name] for name in ("measured", "error", "first", "second")}
-            row |= {"entropy_batch": found["entropy_batch"], **split_row(found)}
             if kernel:
                 row["predicted"] = found["kernel"]["predicted"]
                 row["changed"] = found["kernel"]["measured"]
