@@ -73,7 +73,7 @@ def study_run(
     steps: list[dict[str, Any]] = []
     gone: list[int] = []
     unmoved: list[int] = []
-    computed: dict[str, Any] = {}
+    computed: dict[str, object] = {}
     why: UserError = RunFolderError(
         f"{run} has no trained iteration; start the run again, and study it after the first "
         "training step"
