@@ -75,6 +75,13 @@ def ready_model(name: str) -> Path | None:
     return folder
 
 
+def model_named(name: str) -> str:
+    """Return the folder of a model in READY_MODELS; any other name as it is. Raises as
+    `ready_model`.
+    """
+    return str(ready_model(name) or name)
+
+
 def _make_smollm2(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ttrl-model-") as temporary:
         _write_as_hugging_face(_download(Path(temporary)), folder)

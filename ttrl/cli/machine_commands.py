@@ -117,7 +117,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from ttrl.configs.machines import auto_dtype
     from ttrl.configs.vllm_arguments import argument_problems
     from ttrl.errors import ConfigError
-    from ttrl.ready_models import ready_model
+    from ttrl.ready_models import model_named
     from ttrl.server.chat_template import templated
     from ttrl.server.cpu import is_cpu_build
     from ttrl.server.model_folder import local_folder
@@ -128,7 +128,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     refused = argument_problems(given)
     if refused:
         raise ConfigError("--vllm", refused)
-    model = str(ready_model(arguments.model) or arguments.model)
+    model = model_named(arguments.model)
     if arguments.adapters is not None:
         # The same files of the hub as the run's, because their digests are compared.
         has_own = arguments.chat_template is not None

@@ -127,7 +127,7 @@ def run_chat(
     read_line = read_line or _read_line
     import openai
 
-    from ttrl.ready_models import ready_model
+    from ttrl.ready_models import model_named
     from ttrl.server.model_folder import check_model_folder
     from ttrl.server.serving import is_address, serving
 
@@ -136,7 +136,7 @@ def run_chat(
         start = [{"role": "system", "content": arguments.system}]
     else:
         start = []
-    model = str(ready_model(arguments.model) or arguments.model)
+    model = model_named(arguments.model)
     if not is_address(model):
         check_model_folder(model)
         print("Starting a server (half a minute on a CPU) ...", file=sys.stderr, flush=True)

@@ -80,7 +80,7 @@ def add_proxy(parser: argparse.ArgumentParser) -> None:
 def run_proxy(arguments: argparse.Namespace) -> int:
     from ttrl.agents.proxy import Proxy
     from ttrl.configs.run import TrainConfig
-    from ttrl.ready_models import ready_model
+    from ttrl.ready_models import model_named
     from ttrl.rollouts.request import SamplingRequest
     from ttrl.run_folder.folder import RunFolder
     from ttrl.server.chat_template import read_chat_template
@@ -90,7 +90,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
     from ttrl.tasks.task import RolloutLimits
 
     run = arguments.output
-    model = str(ready_model(arguments.model) or arguments.model)
+    model = model_named(arguments.model)
     beside = dict(map(_named, arguments.beside))
     params: dict[str, float] = {"temperature": arguments.temperature}
     if arguments.max_tokens is not None:

@@ -18,7 +18,7 @@ from openai.types.chat.chat_completion import Choice
 from ttrl.cli.new.script import Script
 from ttrl.errors import TtrlError, UserError
 from ttrl.messages import text_of
-from ttrl.ready_models import ready_model
+from ttrl.ready_models import model_named
 from ttrl.records import Sample
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.model_folder import check_model_folder
@@ -60,7 +60,7 @@ def try_tasks(
     elif replies:
         raise UserError("give a model or replies, not both: replies are graded without a model")
     else:
-        folder = str(ready_model(model) or model)
+        folder = model_named(model)
         if not is_address(folder):
             check_model_folder(folder, chat_template=chat_template is None)
             say(f"starting a vLLM server for {model} (half a minute or more) ...")

@@ -30,7 +30,7 @@ from ttrl.errors import ConfigError, ModelFolderError, ServerError, TtrlError, U
 from ttrl.evaluation.eval_results import EvalResult, SetResult, read_result
 from ttrl.evaluation.families import GENERATED_BY_DEFAULT, TaskSpec
 from ttrl.messages import JsonObject
-from ttrl.ready_models import is_ready, ready_model
+from ttrl.ready_models import is_ready, model_named
 from ttrl.registries import FAMILIES
 from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.chat_completions import checked_parameters
@@ -280,7 +280,7 @@ def evaluate(
 def run_evaluation(config: EvalConfig) -> EvalResult:
     """Evaluate by a config; see `evaluate`."""
     sets = checked_sets(config)
-    config = dataclasses.replace(config, model=str(ready_model(config.model) or config.model))
+    config = dataclasses.replace(config, model=model_named(config.model))
     if config.chat_template is not None:  # the results keep the text
         template = read_chat_template(config.chat_template)
         config = dataclasses.replace(config, chat_template=template)

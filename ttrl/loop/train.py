@@ -33,7 +33,7 @@ from ttrl.plans.open_choices import choose, known_context, refuse
 from ttrl.plans.open_settings import CHOSEN_ON_CPU, as_begun
 from ttrl.plans.plan_machine import gpus_here, host_here
 from ttrl.plans.planner import check_trainable, read_model_config
-from ttrl.ready_models import is_ready, ready_model
+from ttrl.ready_models import is_ready, model_named
 from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS
 from ttrl.report.page import leave_report
 from ttrl.run_folder.config_changes import allowed_names
@@ -301,7 +301,7 @@ def _chosen(
     if saved and not gpus and config.placement != "split":
         return as_begun(config, saved, CHOSEN_ON_CPU)
     config = as_begun(config, saved)
-    shape = read_model_config(str(ready_model(config.model) or config.model))
+    shape = read_model_config(model_named(config.model))
     choices = choose(shape, config, gpus, host=parts.host(), advise=not saved)
     if saved and choices.problem is not None:
         kept = (
@@ -331,7 +331,7 @@ def _chosen(
 def local_model(model: str, *, chat_template: bool = True) -> Path:
     """Return the model's folder; get a model named in READY_MODELS or on the hub. Raises
     ModelFolderError, also for a missing chat template unless told otherwise."""
-    return local_folder(str(ready_model(model) or model), chat_template=chat_template)
+    return local_folder(model_named(model), chat_template=chat_template)
 
 
 __all__ = ["THIS_MACHINE", "Parts", "RunResult", "TrainConfig", "train_checked"]

@@ -48,7 +48,7 @@ from ttrl.plans.plan import Plan
 from ttrl.plans.plan_machine import Machine, gpu_named, gpus_here, host_here, this_machine
 from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import warnings_of
-from ttrl.ready_models import READY_MODELS, ready_model
+from ttrl.ready_models import READY_MODELS, model_named
 from ttrl.run_folder.config_changes import changes
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.chat_template import read_chat_template
@@ -124,7 +124,7 @@ def make_plan(
     if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
         raise UserError(f"price_per_hour is {price_per_hour}; it must be a number, 0 or more")
     named = config.model
-    config = dataclasses.replace(config, model=str(ready_model(named) or named))
+    config = dataclasses.replace(config, model=model_named(named))
     check_trainable(config.model, experts=config.recipe_config({}).router_replay)
     model = read_model_config(config.model)
     decoder = decoder_parameters(model)
@@ -355,7 +355,7 @@ def context_of(model: str) -> int | None:
     """Return the longest sequence of a model in tokens; None if config.json does not tell. Raises
     ModelFolderError.
     """
-    config = model_settings(read_model_config(str(ready_model(model) or model)))
+    config = model_settings(read_model_config(model_named(model)))
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int):
         return longest
@@ -417,7 +417,7 @@ def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list
     before = {} if run is None else RunFolder(run).config()
     if not before:
         return []
-    model = str(ready_model(str(before.get("model"))) or before.get("model"))
+    model = model_named(str(before.get("model")))
     settings = {**TrainConfig.defaults(), **before, "model": model}
     changed = changes(settings, config.to_dict())
     return (["gpu"] if gpu is not None else []) + [

@@ -21,7 +21,7 @@ from ttrl.plans.open_choices import choose, refused
 from ttrl.plans.open_settings import Choices
 from ttrl.plans.plan_machine import gpus_here, host_here
 from ttrl.plans.planner import read_model_config
-from ttrl.ready_models import ready_model
+from ttrl.ready_models import model_named
 from ttrl.run_folder.folder import RunFolder
 from ttrl.text import gib
 
@@ -192,7 +192,7 @@ def fit_supervised(
 
 def shape_of(config: TrainConfig) -> Mapping[str, Any]:
     """Return config.json of a run's model."""
-    return read_model_config(str(ready_model(config.model) or config.model))
+    return read_model_config(model_named(config.model))
 
 
 @dataclass(frozen=True)
