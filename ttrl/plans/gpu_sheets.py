@@ -28,53 +28,64 @@ class Sheet:
     """Bytes/s of that memory."""
 
 
-def _sheet(name: str, words: str, teraflops: float, gigabytes: float, speed: float) -> Sheet:
-    """Make a sheet. speed: of the memory, in GB/s."""
+def _words(name: str) -> list[str]:
+    """Return the words of a name: "RTX4090" is one of two, "40 GB" and "40G" are "40gb"."""
+    text = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    text = re.sub(r"rtx|geforce|nvidia|tesla", " ", text)
+    text = re.sub(r"\b(\d+) ?gi?b?\b", r"\1gb", text)
+    text = re.sub(r"\b([a-z]{2,})(\d{4})", r"\1 \2", text)  # pro6000
+    text = re.sub(r"\b(\d{4})([a-z]+)", r"\1 \2", text)  # 3090ti, 6000ada
+    return text.split()
+
+
+def _sheet(name: str, teraflops: float, gigabytes: float, speed: float, words: str = "") -> Sheet:
+    """Make a sheet. speed: of the memory, in GB/s. words: those in every name of the GPU
+    (default: all of `name`)."""
     figures = (teraflops * 1e12, gigabytes * 1e9, speed * 1e9)
-    return Sheet(name, frozenset(words.split()), *figures)
+    return Sheet(name, frozenset(_words(words or name)), *figures)
 
 
 SHEETS = (
     # Ampere
-    _sheet("A100-80GB", "a100", 312, 80, 2039),
-    _sheet("A100-80GB-PCIe", "a100 80gb pcie", 312, 80, 1935),
-    _sheet("A100-40GB", "a100 40gb", 312, 40, 1555),
-    _sheet("A800", "a800", 312, 80, 2039),
-    _sheet("A30", "a30", 165, 24, 933),
-    _sheet("A10", "a10", 125, 24, 600),
-    _sheet("A10G", "a10g", 70, 24, 600),
-    _sheet("RTX3090", "3090", 71, 24, 936),
-    _sheet("RTX3090Ti", "3090 ti", 80, 24, 1008),
-    _sheet("A5000", "a5000", 111, 24, 768),
-    _sheet("A40", "a40", 150, 48, 696),
-    _sheet("A6000", "a6000", 155, 48, 768),
+    _sheet("A100-80GB", 312, 80, 2039, "A100"),
+    _sheet("A100-80GB-PCIe", 312, 80, 1935),
+    _sheet("A100-40GB", 312, 40, 1555),
+    _sheet("A800", 312, 80, 2039),
+    _sheet("A30", 165, 24, 933),
+    _sheet("A10", 125, 24, 600),
+    _sheet("A10G", 70, 24, 600),
+    _sheet("RTX3090", 71, 24, 936),
+    _sheet("RTX3090Ti", 80, 24, 1008),
+    _sheet("A5000", 111, 24, 768),
+    _sheet("A40", 150, 48, 696),
+    _sheet("A6000", 155, 48, 768),
     # Ada
-    _sheet("L4", "l4", 121, 24, 300),
-    _sheet("L40S", "l40s", 362, 48, 864),
-    _sheet("L40", "l40", 181, 48, 864),
-    _sheet("RTX6000-Ada", "6000 ada", 364, 48, 960),
-    _sheet("RTX5000-Ada", "5000 ada", 261, 32, 576),
-    _sheet("RTX4090", "4090", 165, 24, 1008),
-    _sheet("RTX4080", "4080", 97.5, 16, 717),
-    _sheet("RTX4080-SUPER", "4080 super", 104.4, 16, 736),
+    _sheet("L4", 121, 24, 300),
+    _sheet("L40S", 362, 48, 864),
+    _sheet("L40", 181, 48, 864),
+    _sheet("RTX6000-Ada", 364, 48, 960),
+    _sheet("RTX5000-Ada", 261, 32, 576),
+    _sheet("RTX4090", 165, 24, 1008),
+    _sheet("RTX4080", 97.5, 16, 717),
+    _sheet("RTX4080-SUPER", 104.4, 16, 736),
     # Hopper
-    _sheet("H100", "h100", 989, 80, 3350),
-    _sheet("H100-PCIe", "h100 pcie", 756, 80, 2000),
-    _sheet("H100-NVL", "h100 nvl", 835, 94, 3938),
-    _sheet("H800", "h800", 989, 80, 3350),
-    _sheet("H20", "h20", 148, 96, 4000),
-    _sheet("GH200", "gh200", 989, 96, 4000),
-    _sheet("GH200-144GB", "gh200 144gb", 989, 144, 4900),
-    _sheet("H200", "h200", 989, 141, 4800),
-    _sheet("H200-NVL", "h200 nvl", 835, 141, 4800),
+    _sheet("H100", 989, 80, 3350),
+    _sheet("H100-PCIe", 756, 80, 2000),
+    _sheet("H100-NVL", 835, 94, 3938),
+    _sheet("H800", 989, 80, 3350),
+    _sheet("H20", 148, 96, 4000),
+    _sheet("GH200", 989, 96, 4000),
+    _sheet("GH200-144GB", 989, 144, 4900),
+    _sheet("H200", 989, 141, 4800),
+    _sheet("H200-NVL", 835, 141, 4800),
     # Blackwell
-    _sheet("B200", "b200", 2250, 192, 8000),
-    _sheet("GB200", "gb200", 2500, 192, 8000),
-    _sheet("B300", "b300", 2250, 288, 8000),
-    _sheet("GB300", "gb300", 2500, 288, 8000),
-    _sheet("RTX5090", "5090", 209, 32, 1792),
-    _sheet("RTX5080", "5080", 112.6, 16, 960),
-    _sheet("RTX-PRO-6000", "pro 6000", 500, 96, 1792),
+    _sheet("B200", 2250, 192, 8000),
+    _sheet("GB200", 2500, 192, 8000),
+    _sheet("B300", 2250, 288, 8000),
+    _sheet("GB300", 2500, 288, 8000),
+    _sheet("RTX5090", 209, 32, 1792),
+    _sheet("RTX5080", 112.6, 16, 960),
+    _sheet("RTX-PRO-6000", 500, 96, 1792),
 )
 _USUAL = ("RTX4090", "RTX5090", "L40S", "H100", "RTX-PRO-6000")
 """GPU meant by "24GB", "32GB", …, among several with this memory."""
@@ -138,13 +149,3 @@ def _of_size(gigabytes: int) -> Sheet:
     usual_first = sorted(SHEETS, key=lambda one: one.name not in _USUAL)
     nearest = min(usual_first, key=lambda one: abs(math.log(one.memory / memory)))
     return dataclasses.replace(nearest, name=f"{gigabytes}GB (as {nearest.name})", memory=memory)
-
-
-def _words(name: str) -> list[str]:
-    """Return the words of a name: "RTX4090" is one of two, "40 GB" and "40G" are "40gb"."""
-    text = re.sub(r"[^a-z0-9]+", " ", name.lower())
-    text = re.sub(r"rtx|geforce|nvidia|tesla", " ", text)
-    text = re.sub(r"\b(\d+) ?gi?b?\b", r"\1gb", text)
-    text = re.sub(r"\b([a-z]{2,})(\d{4})", r"\1 \2", text)  # pro6000
-    text = re.sub(r"\b(\d{4})([a-z]+)", r"\1 \2", text)  # 3090ti, 6000ada
-    return text.split()
