@@ -142,34 +142,25 @@ class Plan:
 def plan_text(plan: Plan) -> str:
     """Write everything a person wants to know before a run."""
     seconds = plan.seconds
+    machine = plan.machine
     lines = [f"\nPlan: {plan.model}"]
-    if plan.trained_parameters == plan.parameters:
-        trained = ""
-    else:
-        trained = f", {si_spaced(plan.trained_parameters)} of them trained"
+    size = f"{si_spaced(plan.parameters)} parameters"
     if plan.active_parameters:
-        active = f", {si_spaced(plan.active_parameters)} of them active for a token"
-    else:
-        active = ""
+        size += f", {si_spaced(plan.active_parameters)} of them active for a token"
+    if plan.trained_parameters != plan.parameters:
+        size += f", {si_spaced(plan.trained_parameters)} of them trained"
     if plan.attending:
-        attending = f"; {plan.attending}"
-    else:
-        attending = ""
-    lines += _row("model", f"{si_spaced(plan.parameters)} parameters{active}{trained}{attending}")
+        size += f"; {plan.attending}"
+    lines += _row("model", size)
+    hardware = f"{machine.name}, {gib(machine.memory)}"
+    if machine.gpus > 1:
+        hardware += f", {machine.gpus} of them"
     if plan.processes > 1:
-        processes = f", {plan.processes} trainer processes"
-    else:
-        processes = ""
-    if plan.machine.gpus > 1:
-        gpus = f", {plan.machine.gpus} of them"
-    else:
-        gpus = ""
-    speed = f"matrix products at {si_spaced(plan.machine.matmul)}FLOP/s ({plan.machine.source})"
-    lines += _row(
-        "machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{gpus}{processes}, {speed}"
-    )
+        hardware += f", {plan.processes} trainer processes"
+    speed = f"matrix products at {si_spaced(machine.matmul)}FLOP/s ({machine.source})"
+    lines += _row("machine", f"{hardware}, {speed}")
     if plan.chosen:
-        place = "these GPUs" if plan.machine.cuda else "this machine's memory"
+        place = "these GPUs" if machine.cuda else "this machine's memory"
         still = ", but even so it does not fit" if plan.does_not_fit else ""
         lines.append(f"\nChosen for {place}{still}")
         for name, text in plan.chosen.items():
@@ -189,13 +180,11 @@ def plan_text(plan: Plan) -> str:
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
     if plan.is_rough:
-        if plan.machine.cuda:
-            probe = ""
-        else:
-            probe = "; --probe measures"
+        rough = "Rough figures may be wrong by a factor of 3"
+        if not machine.cuda:
+            rough += "; --probe measures"
         lines += textwrap.wrap(
-            f"Rough figures may be wrong by a factor of 3{probe}. Assumed: "
-            f"{assumed(plan.machine, plan.with_server)}.",
+            f"{rough}. Assumed: {assumed(machine, plan.with_server)}.",
             _WIDTH,
         )
     if plan.warnings:
@@ -209,11 +198,10 @@ def _iteration(plan: Plan) -> list[str]:
     work = plan.work
     flops = plan.flops
     per_task = round(work.samples / max(1, work.tasks))
-    if plan.with_server:
-        assumed = ""
-    else:
-        assumed = " (assumed: a recipe's config does not set it)"
-    lines = _row("samples", f"{work.samples:,} = {work.tasks} tasks × {per_task}{assumed}")
+    samples = f"{work.samples:,} = {work.tasks} tasks × {per_task}"
+    if not plan.with_server:
+        samples += " (assumed: a recipe's config does not set it)"
+    lines = _row("samples", samples)
     lines += _row(
         "tokens sampled",
         f"{si_spaced(work.completion_tokens)} (mean {work.completion_mean:,.0f}, longest "
@@ -230,15 +218,13 @@ def _iteration(plan: Plan) -> list[str]:
         "trained on", f"{100 * work.signal_share:.0f}% of the groups ({_SOURCES[plan.signal_from]})"
     )
     if work.rows:
-        if work.logical_tokens > work.row_tokens:
-            saved = f"; without shared prompts {si_spaced(work.logical_tokens)}"
-        else:
-            saved = ""
-        lines += _row(
-            "packed rows",
+        rows = (
             f"{work.rows:,} of {work.seq_len:,} positions, {100 * work.fill:.0f}% full: "
-            f"{si_spaced(work.row_tokens)} tokens{saved}",
+            f"{si_spaced(work.row_tokens)} tokens"
         )
+        if work.logical_tokens > work.row_tokens:
+            rows += f"; without shared prompts {si_spaced(work.logical_tokens)}"
+        lines += _row("packed rows", rows)
     lines += _row(
         "optimizer steps",
         f"{work.optimizer_steps} in {work.microbatches} "
@@ -249,8 +235,10 @@ def _iteration(plan: Plan) -> list[str]:
     elif plan.with_server and plan.prompts_from != "assumed":
         lines += _row("held out", "no tasks: no policy is measured on tasks it was not trained on")
     parts = [f"training {si_spaced(flops.training)}FLOP"]
-    parts += [f"passes before it {si_spaced(flops.prepass)}FLOP"] if flops.prepass else []
-    parts += [f"sampling {si_spaced(flops.sampling)}FLOP"] if plan.with_server else []
+    if flops.prepass:
+        parts.append(f"passes before it {si_spaced(flops.prepass)}FLOP")
+    if plan.with_server:
+        parts.append(f"sampling {si_spaced(flops.sampling)}FLOP")
     if work.validation_samples:
         parts.append(f"a validation {si_spaced(flops.validation)}FLOP")
     return lines + _row("arithmetic", ", ".join(parts))
@@ -308,21 +296,17 @@ def _memory(plan: Plan) -> list[str]:
         lines += _row("in all", f"{gib(memory.peak)} of {gib(memory.available)}")
     if memory.host:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.host.items())
-        if memory.host_available is None:
-            there = ""
-        else:
-            there = f" of {gib(memory.host_available)}"
-        lines += _row(
-            "host", f"{gib(sum(memory.host.values()))}{there} of the machine's own memory ({parts})"
-        )
+        host = gib(sum(memory.host.values()))
+        if memory.host_available is not None:
+            host += f" of {gib(memory.host_available)}"
+        lines += _row("host", f"{host} of the machine's own memory ({parts})")
     disk = plan.disk
     each = f"checkpoint {gib(disk['checkpoint'])}, state {gib(disk['state'])} an iteration"
     if plan.with_server:
+        most = f"up to {gib(disk['most'])}"
         if "free" in disk:
-            free = f" of {gib(disk['free'])} free"
-        else:
-            free = ""
-        each = f"up to {gib(disk['most'])}{free}; {each}"
+            most += f" of {gib(disk['free'])} free"
+        each = f"{most}; {each}"
     return lines + _row("disk", each)
 
 
@@ -345,14 +329,10 @@ def _time(plan: Plan) -> list[str]:
                 note = f"; a share of the time of every {plan.validate_every} iterations"
             source = _SOURCES[phase.source] + note
             lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {source}")
-        together = (
-            sum(phase.seconds for phase in seconds.phases.values()) > seconds.iteration * 1.001
-        )
-        if together:
-            how = "   some of them at the same time"
-        else:
-            how = ""
-        return [*lines, f"  {'an iteration':{_LABEL}}{_clock(seconds.iteration)}{how}"]
+        whole = f"  {'an iteration':{_LABEL}}{_clock(seconds.iteration)}"
+        if sum(phase.seconds for phase in seconds.phases.values()) > seconds.iteration * 1.001:
+            whole += "   some of them at the same time"
+        return [*lines, whole]
     return [
         f"  {'train':{_LABEL}}{_clock(seconds.phases['train'].seconds)}   "
         f"{_SOURCES[seconds.phases['train'].source]}"
