@@ -188,18 +188,16 @@ def pack_files(files: Sequence[Path], config: TrainConfig, out: Path) -> PackedR
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     prompts = _compare_prompts(groups, tokenizer)
-    made = packed_groups(groups, config, model, tokenizer)
-    packed = made.packed
+    packed, facts = packed_groups(groups, config, model, tokenizer)
     if packed is None:
         raise UserError(
-            f"nothing to pack: {_told(made.facts.groups)}. Sample more tasks, or more samples of "
-            "each"
+            f"nothing to pack: {_told(facts.groups)}. Sample more tasks, or more samples of each"
         )
-    _check_model(made.facts, prompts, model)
+    _check_model(facts, prompts, model)
     packed.save(out)
     return PackedRollouts(
         out=out,
-        facts=made.facts,
+        facts=facts,
         positions=packed.tokens.numel(),
         samples=len(packed.samples),
         saved=packed.num_saved,

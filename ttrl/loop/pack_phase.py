@@ -1,7 +1,6 @@
 """The pack phase: graded groups → advantages → token sequences → packed tensors."""
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,6 @@ from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.console import clock
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packing:
-    """The packed tensors of some groups, and the facts about them."""
-
-    packed: PackedTensors | None
-    """None: no group has a signal."""
-    facts: PackFacts
-
-
 def pack(
     iteration: IterationFolder,
     groups: list[TaskResult],
@@ -39,20 +29,21 @@ def pack(
     `ttrl.data.advantages.Advantages`.
     """
     began = clock()
-    made = packed_groups(groups, config, model, tokenizer)
+    packed, facts = packed_groups(groups, config, model, tokenizer)
     files = []
-    if made.packed is not None:
+    if packed is not None:
         files.append("packed.safetensors")
-        made.packed.save(iteration.path / files[0])
-    iteration.mark(made.facts.replace(seconds=clock() - began), files)
+        packed.save(iteration.path / files[0])
+    iteration.mark(facts.replace(seconds=clock() - began), files)
 
 
 def packed_groups(
     groups: list[TaskResult], config: TrainConfig, model: Path, tokenizer: Any
-) -> Packing:
+) -> tuple[PackedTensors | None, PackFacts]:
     """Compute advantages and pack, by the settings of a run. Groups with equal rewards teach
     nothing; they are counted and left out, unless the recipe rewards single tokens
-    (`GRPOConfig.rewards_tokens`).
+    (`GRPOConfig.rewards_tokens`). Return the packed tensors, None if no group has a signal, and the
+    facts about them.
     """
     recipe = config.recipe_config({})
     advantages = advantages_of(
@@ -65,7 +56,7 @@ def packed_groups(
         rows=0,
     )
     if not advantages.kept:
-        return Packing(packed=None, facts=facts)
+        return None, facts
     tokenize = TaskResultTokenizer(tokenizer)
     pairs = zip(advantages.kept, advantages.values, strict=True)
     sequences = [sequence for group, values in pairs for sequence in tokenize(group, values)]
@@ -94,4 +85,4 @@ def packed_groups(
         fill=packed.num_tokens / packed.tokens.numel(),
         dropped=packed.dropped,
     )
-    return Packing(packed=packed, facts=facts)
+    return packed, facts
