@@ -81,13 +81,12 @@ def staleness(groups: Iterable[TaskResult], version: int) -> Staleness:
     total = weighted = oldest = 0
     for sample in (sample for group in groups for sample in group.samples):
         count = len(sample.token_ids or ())
-        if sample.token_versions:
-            ages = [version - v for v in sample.token_versions]
-        else:
-            ages = [version - sample.weights_version]
+        if not count:
+            continue
+        ages = [version - v for v in sample.token_versions or [sample.weights_version] * count]
         total += count
-        weighted += sum(ages) if sample.token_versions else count * ages[0]
-        oldest = max(oldest, max(ages) if count else 0)
+        weighted += sum(ages)
+        oldest = max(oldest, *ages)
     return Staleness(mean=weighted / total if total else 0.0, max=oldest)
 
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from ttrl.facts import RolloutFigures
+from ttrl.facts import RolloutFigures, ratio
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.assembly import STOPPED_EARLY
 
@@ -37,19 +37,19 @@ def rollout_figures(groups: Sequence[TaskResult], *, stops_early: bool = False) 
     same = [group for group, texts in zip(compared, keys, strict=True) if len(set(texts)) == 1]
     stuck = sum(max(sample.reward or 0.0 for sample in group) < highest for group in same)
     return RolloutFigures(
-        truncated=_share(
+        truncated=ratio(
             sum(sample.finish_reason == "length" for sample in completed), len(completed)
         ),
         truncated_reward=_mean(rewards[True]),
         ended_reward=_mean(rewards[False]),
-        stopped_early=_share(stopped, len(completed)) if stops_early else None,
-        empty=_share(sum(length == 0 for length in lengths), len(completed)),
+        stopped_early=ratio(stopped, len(completed)) if stops_early else None,
+        empty=ratio(sum(length == 0 for length in lengths), len(completed)),
         grader_failures=sum((sample.error or "").startswith("GraderError") for sample in samples),
-        repeated=_share(graded - distinct, graded),
-        repeated_groups=_share(len(same), len(keys)),
-        stuck_groups=_share(stuck, len(keys)),
-        commonest=_share(times, graded),
-        commonest_tasks=_share(sum(commonest in group for group in keys), len(keys)),
+        repeated=ratio(graded - distinct, graded),
+        repeated_groups=ratio(len(same), len(keys)),
+        stuck_groups=ratio(stuck, len(keys)),
+        commonest=ratio(times, graded),
+        commonest_tasks=ratio(sum(commonest in group for group in keys), len(keys)),
         length_correlation=_within_groups(compared),
         mean_length=_mean(lengths),
         max_length=max(lengths, default=None),
@@ -122,12 +122,6 @@ def _length(sample: Sample) -> int:
     if sample.token_ids is not None:
         return len(sample.token_ids)
     return len(sample.text)
-
-
-def _share(part: int, whole: int) -> float | None:
-    if whole:
-        return part / whole
-    return None
 
 
 def _mean(values: Sequence[float]) -> float | None:

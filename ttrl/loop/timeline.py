@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from ttrl.facts import Step
 from ttrl.system.console import clock
 
-_NO_TRAINING = ("checkpoint",)  # parts of a step's time in train.jsonl
-
 
 class Timeline:
     """Record this process's spans of work, in seconds of `clock`. Threads may add concurrently."""
@@ -40,7 +38,7 @@ class Timeline:
         """
         parts = [step.seconds_by_part or {"step": step.seconds or 0.0} for step in steps]
         worked = sum(
-            seconds for part in parts for name, seconds in part.items() if name not in _NO_TRAINING
+            seconds for part in parts for name, seconds in part.items() if name != "checkpoint"
         )
         margin = max(0.0, ended - began - worked) / 2
         with self._lock:
@@ -64,11 +62,10 @@ class Timeline:
         """Return the seconds between two moments with work of any of these kinds; open work counts
         up to now.
         """
-        with self._lock:
-            spans = self._spans + [(kind, start, clock()) for kind, start in self._open.values()]
         total = 0.0
         reached = began
-        for start, end in sorted((start, end) for kind, start, end in spans if kind in kinds):
+        spans = [(start, end) for kind, start, end in self._until_now() if kind in kinds]
+        for start, end in sorted(spans):
             start = max(start, reached)
             end = min(end, ended)
             if end > start:
@@ -78,9 +75,12 @@ class Timeline:
 
     def at(self, moment: float) -> set[str]:
         """Return the kinds of work in progress at a moment."""
+        return {kind for kind, start, end in self._until_now() if start <= moment <= end}
+
+    def _until_now(self) -> list[tuple[str, float, float]]:
+        """Return all spans; open work ends now."""
         with self._lock:
-            spans = self._spans + [(kind, start, clock()) for kind, start in self._open.values()]
-        return {kind for kind, start, end in spans if start <= moment <= end}
+            return self._spans + [(kind, start, clock()) for kind, start in self._open.values()]
 
     def forget_before(self, moment: float) -> None:
         """Drop spans ended by then."""
