@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
+from ttrl.cli.new.script import Script
 from ttrl.cli.plan_command import PlanOptions
 from ttrl.cli.recipe_script import script_arguments
-from ttrl.cli.try_tasks import write_template
 from ttrl.costs.parameters import decoder_parameters
 from ttrl.plans.planner import check_trainable, published_config
 
@@ -178,7 +178,7 @@ def test_a_recipe_by_its_name_with_its_own_options(tmp_path: Path) -> None:
 
 
 def test_a_script_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_template(tmp_path / "my_task.py")
+    Script("my_task").write(tmp_path / "my_task.py")
     ended = run_plan("my_task.py", "--model", "tiny", "--gpu", "4090", cwd=tmp_path)
     assert "Plan: tiny\n" in ended.stdout
     assert "RTX4090" in ended.stdout

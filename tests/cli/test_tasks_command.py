@@ -11,7 +11,8 @@ import pytest
 from support.chat_server import ChatHandler, threaded
 
 from ttrl import cli
-from ttrl.cli.try_tasks import try_tasks, write_template
+from ttrl.cli.new.script import Script
+from ttrl.cli.try_tasks import try_tasks
 from ttrl.errors import ServerError, TaskError, UserError
 from ttrl.tasks.reference import load_tasks
 from ttrl.tasks.task import Task
@@ -19,7 +20,7 @@ from ttrl.tasks.task import Task
 
 @pytest.fixture
 def template(tmp_path: Path) -> Iterator[Path]:
-    yield write_template(tmp_path / "my_first_task.py")
+    yield Script("my_first_task").write(tmp_path / "my_first_task.py")
     sys.modules.pop("my_first_task", None)
     sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
 
@@ -113,7 +114,7 @@ def test_a_file_is_not_written_over(
     assert "exists already" in capsys.readouterr().err
     for name in ("my-task.py", "my_task", "1.py"):
         with pytest.raises(UserError, match="is not a Python module name"):
-            write_template(tmp_path / name)
+            Script((tmp_path / name).stem).write(tmp_path / name)
         assert not (tmp_path / name).exists()
 
 

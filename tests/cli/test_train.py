@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
+from ttrl.cli.new.script import Script
 from ttrl.cli.runs import run_train
-from ttrl.cli.try_tasks import write_template
 
 SETTINGS = """
 model: tiny
@@ -67,7 +67,7 @@ def test_a_function_in_a_file_is_asked_for_as_many_tasks_as_a_recipe_has(
 ) -> None:
     """Its default, 32 in what `ttrl tasks new` writes, is for trying it."""
     monkeypatch.chdir(tmp_path)
-    write_template(tmp_path / "my_task.py")
+    Script("my_task").write(tmp_path / "my_task.py")
     (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", "my_task.py"))
     ((_, tasks, held_out),) = trained_by("mine.yaml")
     assert (len(tasks), len(held_out)) == (1024, 64)
@@ -150,7 +150,7 @@ def test_a_recipe_by_its_name_takes_its_own_options(tmp_path: Path) -> None:
 
 
 def test_the_scaffold_is_a_recipe(tmp_path: Path) -> None:
-    write_template(tmp_path / "my_task.py")
+    Script("my_task").write(tmp_path / "my_task.py")
     ended = ttrl(
         "train",
         "my_task.py",
@@ -169,7 +169,7 @@ def test_the_scaffold_is_a_recipe(tmp_path: Path) -> None:
 
 def test_the_scaffold_can_be_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each run of a sweep is a command that the script understands."""
-    script = write_template(tmp_path / "my_task.py")
+    script = Script("my_task").write(tmp_path / "my_task.py")
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(
         f"recipe: {script}\nruns: {tmp_path}/runs\nseeds: [0, 1]\ngrid: {{lr: [1.0e-4, 1.0e-5]}}\n"

@@ -3,7 +3,6 @@ and `ttrl export` hand on a run's.
 """
 
 import argparse
-import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -131,18 +130,17 @@ def run_chat(
     from ttrl.server.model_folder import check_model_folder
     from ttrl.server.serving import is_address, serving
 
-    start: list[Any]
+    start: list[Any] = []
     if arguments.system:
-        start = [{"role": "system", "content": arguments.system}]
-    else:
-        start = []
+        start.append({"role": "system", "content": arguments.system})
     model = model_named(arguments.model)
     if not is_address(model):
         check_model_folder(model)
         print("Starting a server (half a minute on a CPU) ...", file=sys.stderr, flush=True)
-    with contextlib.ExitStack() as stack:
-        served = stack.enter_context(serving(model, dtype=arguments.dtype))
-        client = stack.enter_context(client_of(served.endpoint))
+    with (
+        serving(model, dtype=arguments.dtype) as served,
+        client_of(served.endpoint) as client,
+    ):
         print("An empty line starts a new conversation, Ctrl-D ends.", file=sys.stderr, flush=True)
         messages = list(start)
         while (text := read_line()) is not None:
@@ -160,12 +158,10 @@ def run_chat(
                     stream=True,
                 ) as pieces:
                     for piece in pieces:
-                        if piece.choices:
-                            part = piece.choices[0].delta.content or ""
-                        else:
-                            part = ""
-                        reply += part
-                        say(part, end="")
+                        for choice in piece.choices:
+                            part = choice.delta.content or ""
+                            reply += part
+                            say(part, end="")
             except openai.OpenAIError as error:
                 raise ServerError(f"{served.model} did not answer: {error}") from error
             print(flush=True)

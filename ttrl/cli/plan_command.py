@@ -4,13 +4,13 @@ import argparse
 import dataclasses
 import difflib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ttrl.cli.recipe_files import become, recipes
 from ttrl.errors import ConfigError, UserError, complaints
 
 if TYPE_CHECKING:
@@ -179,7 +179,6 @@ def _script(what: str) -> Path | None:
     """Return the script or recipe of this name, if it is one. Raises UserError for a script ttrl
     cannot run.
     """
-    from ttrl.cli.recipe_files import recipes
     from ttrl.cli.runs import script_named
 
     is_recipe = what.replace("-", "_") in recipes() and not Path(what).exists()
@@ -202,18 +201,14 @@ def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) 
             "and run_recipe(), like the output of `ttrl tasks new`, or call ttrl.plan(config, "
             "tasks) in it"
         )
+    options = list(arguments.others)
     if arguments.set:
-        settings = ["--set", *arguments.set]
-    else:
-        settings = []
-    options = [*arguments.others, *settings, "--plan", json.dumps(dataclasses.asdict(how))]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, str(script), *options])
+        options += ["--set", *arguments.set]
+    become(script, [*options, "--plan", json.dumps(dataclasses.asdict(how))])
 
 
 def _check_name(name: str) -> None:
     """Raise UserError for a name that is neither a model's nor anything else with a plan."""
-    from ttrl.cli.recipe_files import recipes
     from ttrl.ready_models import READY_MODELS, is_ready
 
     if is_ready(name) or name.count("/") == 1:

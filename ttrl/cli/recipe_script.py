@@ -430,27 +430,21 @@ def run_recipe(
     result = train(config, tasks=tasks, validation_tasks=validation_tasks)
     metrics = RunFolder(result.run).metrics()
     rows = [row for row in metrics if validation_metric(row, config) is not None]
-    before, after = (
-        (held_out_text(row, config.validation_metric) for row in (rows[0], rows[-1]))
-        if rows
-        else ("", "")
-    )
     if rows:
+        before, after = (
+            held_out_text(row, config.validation_metric) for row in (rows[0], rows[-1])
+        )
         change = f"{before} before, {after} after"
     elif not validation_tasks and config.overfit is None:
         change = "not measured, without held-out tasks, in"
     else:
         change = "not known after"
     iterations = metrics[-1].iteration
+    if config.overfit is None and validation_tasks:
+        what = f"held-out {what}"
     if getattr(arguments, "tiny", False):
-        tried = "tried out, with random rewards added for training\n"
-    else:
-        tried = ""
-    if config.overfit is not None or not validation_tasks:
-        held_out = ""
-    else:
-        held_out = "held-out "
-    return f"{tried}{held_out}{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
+        what = f"tried out, with random rewards added for training\n{what}"
+    return f"{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
 
 
 def rough_plan(

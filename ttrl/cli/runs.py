@@ -172,10 +172,9 @@ def run_view(arguments: argparse.Namespace) -> int:
     view = open_pack(arguments.run, arguments.iteration, arguments.rows, arguments.tokenizer)
     if arguments.text:
         say(view.text(shutil.get_terminal_size((130, 24)).columns))
+    written = []
     if arguments.png:
-        written = [view.write_png(arguments.png)]
-    else:
-        written = []
+        written.append(view.write_png(arguments.png))
     if arguments.output or not (arguments.text or arguments.png):
         written.append(view.write_html(arguments.output))
     shown = f"rows {spans(view.rows)} of {view.packed.num_rows:,}"
@@ -239,8 +238,10 @@ def run_replay(arguments: argparse.Namespace) -> int:
         "isolated",
         "grader_timeout",
         "grader_memory",
+        "train",
+        "from_checkpoints",
     )
-    options = {name: getattr(arguments, name) for name in (*names, "train", "from_checkpoints")}
+    options = {name: getattr(arguments, name) for name in names}
     replay(arguments.run, **options)
     return 0
 
@@ -308,19 +309,16 @@ def add_study(parser: argparse.ArgumentParser) -> None:
 def run_study(arguments: argparse.Namespace) -> int:
     is_run = (arguments.path / "iterations").is_dir()
     problems = []
+    factors = None
     try:
-        if arguments.factors is None:
-            factors = None
-        else:
+        if arguments.factors is not None:
             factors = [float(one) for one in arguments.factors.split(",")]
     except ValueError:
         problems.append(f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2")
-    if arguments.sequences < 2:
-        problems.append(f"--sequences is {arguments.sequences}; it must be at least 2")
-    if arguments.kernel < 0:
-        problems.append(f"--kernel is {arguments.kernel}; it must be at least 0")
-    if arguments.update < 1:
-        problems.append(f"--update is {arguments.update}; it must be at least 1")
+    for name, least in (("sequences", 2), ("kernel", 0), ("update", 1)):
+        value = getattr(arguments, name)
+        if value < least:
+            problems.append(f"--{name} is {value}; it must be at least {least}")
     if is_run and (arguments.factors is not None or arguments.precision or arguments.update != 1):
         problems.append(
             f"--factors, --precision and --update are for one checkpoint, but {arguments.path} is "
@@ -345,10 +343,9 @@ def run_study(arguments: argparse.Namespace) -> int:
         ) from error
     from ttrl.report.page import leave_report
 
-    if is_run:
-        run = arguments.path
-    else:
-        run = arguments.path.absolute().parent.parent.parent
+    run = arguments.path
+    if not is_run:
+        run = run.absolute().parent.parent.parent
     names = ("sequences", "device", "seed", "kernel")
     options = {name: getattr(arguments, name) for name in names}
     options["dtype"] = arguments.dtype or ("fp64" if arguments.precision else "fp32")

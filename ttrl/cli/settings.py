@@ -126,11 +126,6 @@ def _known(settings: Sequence[str]) -> Settings:
     return changes
 
 
-def _with_run(values: Settings, path: Path) -> Settings:
-    """Return a file's settings with a run folder: its own, or else runs/ and the file's name."""
-    return {"run": f"runs/{path.stem}", **values}
-
-
 def _read_mapping(file: Path) -> dict[str, Any]:
     """Read a YAML file of settings. Raises UserError."""
     try:
@@ -186,10 +181,12 @@ def read_run(path: Path, settings: Sequence[str]) -> Examined:
 
 
 def _examined(values: Settings, path: Path, settings: Sequence[str]) -> Examined:
-    """Examine the values of a run's file and make its tasks; `settings` prevail over the file's."""
+    """Examine the values of a run's file and make its tasks; `settings` prevail over the file's.
+    Without `run` in the file, the run folder is runs/ and the file's name.
+    """
     changes, problems = settings_in(settings)
     own = {name: value for name, value in values.items() if name not in _SPLITS}
-    config, found = TrainConfig.examine(_changed(_with_run(own, path), changes))
+    config, found = TrainConfig.examine(_changed({"run": f"runs/{path.stem}", **own}, changes))
     tasks: dict[str, list[Task]] = {}
     errors: list[UserError] = []
     for key, split in _SPLITS.items():

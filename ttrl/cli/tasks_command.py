@@ -89,9 +89,9 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    from ttrl.cli.try_tasks import write_template
+    from ttrl.cli.new.script import Script
 
-    path = write_template(arguments.file)
+    path = Script(arguments.file.stem).write(arguments.file)
     print(f"{path}\nNext: ttrl tasks try {path} --n 3 --reply 'The answer is 12.'")
     return 0
 

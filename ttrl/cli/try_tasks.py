@@ -15,7 +15,6 @@ from typing import Any
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
-from ttrl.cli.new.script import Script
 from ttrl.errors import TtrlError, UserError
 from ttrl.messages import text_of
 from ttrl.ready_models import model_named
@@ -29,11 +28,6 @@ from ttrl.text import short
 _WIDTH = 100
 
 Say = Callable[[str], None]
-
-
-def write_template(path: Path) -> Path:
-    """Write the template. Raises UserError if the file exists, or Python cannot import its name."""
-    return Script(path.stem).write(path)
 
 
 def try_tasks(
