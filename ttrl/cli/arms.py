@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.cli.plan_command import PlanOptions
+from ttrl.cli.recipe_files import add_settings
 from ttrl.cli.recipe_script import rough_plan, run_recipe
 from ttrl.cli.settings import sft_settings_in, with_settings
 from ttrl.configs import SFTConfig
@@ -116,9 +117,7 @@ def arm_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sets", metavar="LIST", help=families)
     parser.add_argument("--sets-n", type=int, metavar="N", help="at most so many tasks of each set")
     own = "settings of SFT: lr=1e-5 batch_size=32; without lr, held-out loss chooses among three"
-    parser.add_argument(
-        "--sft", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=own
-    )
+    add_settings(parser, own, "--sft")
     further = "a further arm: RL with other settings, or SFT (sft.lr=1e-4); may be repeated"
     parser.add_argument(
         "--arm",

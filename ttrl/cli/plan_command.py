@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ttrl.cli.recipe_files import become, recipes
+from ttrl.cli.recipe_files import add_settings, become, recipes
 from ttrl.errors import ConfigError, UserError, complaints
 
 if TYPE_CHECKING:
@@ -93,9 +93,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("config", metavar="WHAT", help=what)
     others = "settings to use instead: model=FOLDER iterations=100 lora_rank=16"
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=others
-    )
+    add_settings(parser, others, form="KEY=VALUE")
     parser.add_argument(
         "--tasks",
         metavar="FILE.py",

@@ -56,6 +56,13 @@ def _files(folder: str, pattern: str) -> dict[str, Path]:
     return {}
 
 
+def add_settings(
+    parser: argparse.ArgumentParser, about: str, option: str = "--set", form: str = "NAME=VALUE"
+) -> None:
+    """Add an option for settings; it may be repeated."""
+    parser.add_argument(option, nargs="+", action="extend", default=[], metavar=form, help=about)
+
+
 def add_recipes(parser: argparse.ArgumentParser) -> None:
     name = "a recipe, a sweep or a config; prints its path (default: list all)"
     parser.add_argument("name", nargs="?", metavar="NAME", help=name)
@@ -204,9 +211,8 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
     )
     config = "settings of a run or of a recipe: a YAML file, or a run folder (default: none)"
     parser.add_argument("--config", type=Path, metavar="FILE", help=config)
-    settings = "settings to use instead: seq_len=4096 advantages=leave_one_out objective=gspo"
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=settings
+    add_settings(
+        parser, "settings to use instead: seq_len=4096 advantages=leave_one_out objective=gspo"
     )
     parser.set_defaults(run_command=run_pack)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrl.cli.plan_command import PlanOptions
+from ttrl.cli.recipe_files import add_settings
 from ttrl.cli.settings import settings_in, with_settings
 from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
@@ -141,9 +142,7 @@ def script_arguments(
             "experiments.md and families.md",
         )
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others
-    )
+    add_settings(parser, others)
     parser.add_argument(
         "--check", action="store_true", help="make the tasks and check the settings, without a run"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttrl.cli.eval_command import add_grading
-from ttrl.cli.recipe_files import become, recipes
+from ttrl.cli.recipe_files import add_settings, become, recipes
 from ttrl.errors import ConfigError, UserError
 from ttrl.system.console import say
 from ttrl.text import harmless
@@ -95,9 +95,7 @@ def script_named(what: str) -> Path:
 def _train_by_settings(file: Path, options: list[str], train: Callable[..., object] | None) -> int:
     parser = argparse.ArgumentParser(prog=f"ttrl train {file}")
     others = "settings to use instead of the file's: model=FOLDER iterations=100 lora_rank=16"
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others
-    )
+    add_settings(parser, others)
     parser.add_argument(
         "--check", action="store_true", help="make the tasks and check the settings, without a run"
     )
