@@ -19,7 +19,7 @@ def torchrun_arguments(
     leads: the meeting point is on this node. meeting: a name unique to this start, against
     processes of an earlier one. join_timeout: seconds until torchrun ends for lack of nodes.
     """
-    arguments = [
+    return [
         "--nnodes",
         str(nnodes),
         "--rdzv-backend",
@@ -28,10 +28,12 @@ def torchrun_arguments(
         endpoint,
         "--rdzv-id",
         meeting,
+        "--rdzv-conf",
+        f"is_host={str(leads).lower()},join_timeout={join_timeout}",
+        # The leading node's listening address (`ttrl.training.parallel.meeting`).
+        "--local-addr",
+        local_address(endpoint),
     ]
-    arguments += ["--rdzv-conf", f"is_host={str(leads).lower()},join_timeout={join_timeout}"]
-    # The leading node's listening address (`ttrl.training.parallel.meeting`).
-    return [*arguments, "--local-addr", local_address(endpoint)]
 
 
 def network_environment(endpoint: str) -> dict[str, str]:

@@ -22,15 +22,13 @@ GRPO_RECIPE = "ttrl/grpo_recipe"
 SFT_RECIPE = "ttrl/sft_recipe"
 _POLL_SECONDS = 0.02
 _ERRORS = (
-    *(
-        "ConfigError",
-        "DivergedError",
-        "ModelFolderError",
-        "PackError",
-        "RunFolderError",
-        "StorageError",
-        "TokenizationError",
-    ),
+    "ConfigError",
+    "DivergedError",
+    "ModelFolderError",
+    "PackError",
+    "RunFolderError",
+    "StorageError",
+    "TokenizationError",
     "TrainerMemoryError",
 )
 """Errors a trainer reports itself before it ends; another start would repeat them."""
@@ -145,8 +143,11 @@ def meeting_here(
         "store_type=file",
         "--rdzv-endpoint",
         str(folder / "torchrun"),
+        "--rdzv-id",
+        folder.name,
+        "--local-addr",
+        "127.0.0.1",
     ]
-    arguments += ["--rdzv-id", folder.name, "--local-addr", "127.0.0.1"]
     # The processes have a store in a file, so the agent opens none; gloo and NCCL connect them over
     # the loopback only.
     variables = {
@@ -238,8 +239,6 @@ class TrainerProcess(ChildProcess):
                 own = log_tail(path, own_start, 30)
                 if own:
                     before = f"\nThe end of {path}:\n{own}"
-                else:
-                    before = ""
                 path = log
                 tail = of_task
         said = next(

@@ -18,10 +18,17 @@ LADDER = (
 )
 """The trainer's, the most costly first."""
 CHOSEN = (
-    *("placement", "nproc_per_node", "servers", "weight_sync"),
+    "placement",
+    "nproc_per_node",
+    "servers",
+    "weight_sync",
     *(f"training.{name}" for name in reversed(LADDER)),
-    *("server.tensor_parallel_size", "server.gpu_memory_utilization", "server.max_model_len"),
-    *("server.max_num_seqs", "server.max_num_batched_tokens", "server.enable_nccl_comm_suspend"),
+    "server.tensor_parallel_size",
+    "server.gpu_memory_utilization",
+    "server.max_model_len",
+    "server.max_num_seqs",
+    "server.max_num_batched_tokens",
+    "server.enable_nccl_comm_suspend",
 )
 """All of them."""
 CHOSEN_ON_CPU = ("training.rows_per_microbatch", "training.activation_checkpointing")

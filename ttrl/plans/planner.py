@@ -28,7 +28,7 @@ from ttrl.costs.parameters import (
 )
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
-from ttrl.facts import MetricsRow
+from ttrl.facts import MetricsRow, parse
 from ttrl.families.values import has_experts, model_settings
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
 from ttrl.plans.expected_lengths import (
@@ -50,7 +50,7 @@ from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import warnings_of
 from ttrl.ready_models import READY_MODELS, model_named
 from ttrl.run_folder.config_changes import changes
-from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.folder import RunFolder, TaskList
 from ttrl.server.chat_template import read_chat_template
 from ttrl.server.model_folder import NO_HUB, hub_is_out_of_reach, stored_dtype
 from ttrl.system.console import note
@@ -60,27 +60,27 @@ from ttrl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 _NO_SECONDS = {
-    *(
-        "run",
-        "iterations",
-        "stop_at",
-        "seed",
-        "keep_checkpoints",
-        "keep_best",
-        "keep_every",
-        "mirror",
-        "loggers",
-        "drift",
-    ),
-    *("sample_files", "requests_log"),
-    *(
-        "drift_limits",
-        "validation_metric",
-        "validation_temperature",
-        "training.lr",
-        "training.kl_coefficient",
-    ),
-    *("trainer_restarts", "join_timeout", "start_timeout", "sampling_workers"),
+    "run",
+    "iterations",
+    "stop_at",
+    "seed",
+    "keep_checkpoints",
+    "keep_best",
+    "keep_every",
+    "mirror",
+    "loggers",
+    "drift",
+    "sample_files",
+    "requests_log",
+    "drift_limits",
+    "validation_metric",
+    "validation_temperature",
+    "training.lr",
+    "training.kl_coefficient",
+    "trainer_restarts",
+    "join_timeout",
+    "start_timeout",
+    "sampling_workers",
 }
 """Settings with little effect on an iteration's cost."""
 
@@ -150,10 +150,9 @@ def make_plan(
     else:
         lengths = _lengths(config, assumptions, decoder, tasks, run, rows, tokenizer)
         measured = measured_in_run(rows)
+    others = []
     if measured and probed is None:
         others = _differences(config, run, gpu)
-    else:
-        others = []
     if others:
         measured = {}
         if "model" in others:
@@ -194,20 +193,19 @@ def make_plan(
         warned = [
             warning for warning in warned if not warning.startswith("does not fit: the trainer (")
         ]
-    notes = [
-        *(() if probed is None else probed.warnings),
-        *(() if choices.problem is None else [choices.problem]),
-        *(
-            [
-                "the plan ignores the run's measured seconds, because it differs in "
-                f"{', '.join(others[:6])}"
-            ]
-            if others
-            else ()
-        ),
-        *warned,
-        *([] if is_known(model) else [_not_known(model)]),
-    ]
+    notes: list[str] = []
+    if probed is not None:
+        notes += probed.warnings
+    if choices.problem is not None:
+        notes.append(choices.problem)
+    if others:
+        notes.append(
+            "the plan ignores the run's measured seconds, because it differs in "
+            f"{', '.join(others[:6])}"
+        )
+    notes += warned
+    if not is_known(model):
+        notes.append(_not_known(model))
     return Plan(
         model=named,
         parameters=decoder.total,
@@ -489,11 +487,10 @@ def _task_counts(run: Path | None) -> dict[str, int]:
     if run is None or not (run / "tasks.json").is_file():
         return {}
     try:
-        return {
-            name: int(entry["count"]) for name, entry in read_object(run / "tasks.json").items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError):
+        lists = parse(dict[str, TaskList], (run / "tasks.json").read_bytes())
+    except ValueError:
         return {}
+    return {name: one.count for name, one in lists.items()}
 
 
 def _disk(

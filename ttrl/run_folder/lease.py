@@ -64,8 +64,12 @@ _ONE_MACHINE = {
     "tmpfs",
     "ramfs",
     "overlay",
+    "fuse.fuse-overlayfs",
+    "vfat",
+    "exfat",
+    "ntfs3",
+    "fuseblk",
 }
-_ONE_MACHINE |= {"fuse.fuse-overlayfs", "vfat", "exfat", "ntfs3", "fuseblk"}
 """File systems with a single writing machine at a time."""
 _MOUNTS = Path("/proc/self/mountinfo")
 

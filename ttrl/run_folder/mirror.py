@@ -18,6 +18,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from ttrl.run_folder.folder import Marker, RunFolder
 from ttrl.run_folder.lease import LEASE_FILES, OWNER_FILE, FolderLease, Lease
 from ttrl.run_folder.mirror_resume import fetch_folder, take_from
 from ttrl.run_folder.owner import Owner, parse_owner
-from ttrl.run_folder.pruning import kept_of
+from ttrl.run_folder.pruning import Kept, kept_of
 from ttrl.run_folder.redo import throw_away
 from ttrl.system.files import digest
 from ttrl.system.mirror_store import MirrorStore, Tag
@@ -48,11 +49,12 @@ _OF_PHASES = {
     "packed.safetensors",
     "train.jsonl",
     "validation.jsonl",
+    "trainer_logprobs.safetensors",
+    "weights.json",
 }
-_OF_PHASES |= {"trainer_logprobs.safetensors", "weights.json"}
 _NOT_MIRRORED = LEASE_FILES | {"rollouts.partial.jsonl"} | _OF_PHASES
 _PATIENT_TRIES = 8  # a minute if a store refuses at once, more if it does not answer
-_PRUNED = ("checkpoint", "state")
+_PRUNED = re.compile("iterations/([0-9]+)/(checkpoint|state)/")
 MIRRORED_SUFFIXES = {".yaml", ".json", ".jsonl", ".html", ".log"}
 """Of files named by no marker."""
 LOG_BYTES = 2**20
@@ -185,16 +187,14 @@ class Mirror:
     def status(self) -> str | None:
         """Describe the problem; None if the copy is complete."""
         other = self.lease.lost_to
-        if other is None:
-            why = self._problem
-        else:
+        why = self._problem
+        if other is not None:
             why = f"another process has taken over: {other}"
         if not self._behind and why is None:
             return None
+        behind = "it is complete"
         if self._behind:
             behind = f"{len(self._behind)} finished phases are missing there"
-        else:
-            behind = "it is complete"
         return f"the mirror {self.store.shown} is behind: {behind}" + (f" ({why})" if why else "")
 
     def bring_checkpoint(self, number: int) -> None:
@@ -297,11 +297,11 @@ class Mirror:
         # metrics.jsonl.
         others = {path: path.read_bytes() for path in self._unmarked_files(self._folder.path)}
         rows = self._folder.metrics()
-        newest = rows[-1].iteration if rows else -1
+        newest = -1
+        kept = None
         if rows:
+            newest = rows[-1].iteration
             kept = kept_of(self._folder, rows, self._config, newest)
-        else:
-            kept = None
         pending = self._pending()
         self._behind = {key for key, _ in pending}
         for key, marker in pending:
@@ -313,11 +313,7 @@ class Mirror:
             self._upload(self._key(path), data, hashlib.sha256(data).hexdigest())
         self._upload_logs()
         if kept is not None:
-            unwanted = [
-                key
-                for key in tuple(self._remote)
-                if self._is_pruned(key, newest, kept.checkpoints, kept.states)
-            ]
+            unwanted = [key for key in tuple(self._remote) if _is_pruned(key, newest, kept)]
             if unwanted:
                 with self._publishing:
                     self.store.remove(unwanted)
@@ -405,25 +401,17 @@ class Mirror:
             and path.name[0] != "."
         )
 
-    @staticmethod
-    def _is_pruned(
-        key: str, newest: int, checkpoints: frozenset[int], states: frozenset[int]
-    ) -> bool:
-        parts = key.split("/")
-        if (
-            len(parts) < 4
-            or parts[0] != "iterations"
-            or not parts[1].isdigit()
-            or parts[2] not in _PRUNED
-        ):
-            return False
-        number = int(parts[1])
-        return number <= newest and number not in (
-            checkpoints if parts[2] == "checkpoint" else states
-        )
-
     def _key(self, path: Path) -> str:
         return path.relative_to(self._folder.path).as_posix()
+
+
+def _is_pruned(key: str, newest: int, kept: Kept) -> bool:
+    found = _PRUNED.match(key)
+    if found is None:
+        return False
+    number = int(found[1])
+    stays = {"checkpoint": kept.checkpoints, "state": kept.states}[found[2]]
+    return number <= newest and number not in stays
 
 
 def with_local_run(config: TrainConfig) -> TrainConfig:

@@ -23,8 +23,17 @@ from ttrl.text import harmless
 
 _HIDDEN = "…"
 _OPTION = re.compile(r"-[A-Za-z]|--[a-z][a-z0-9_-]{1,40}")
-_SHOWN_OPTIONS = {"ttrl", "--run", "--model", "--preset", "--seed", "--iterations", "--overfit"}
-_SHOWN_OPTIONS |= {"--weight-sync", "--nproc-per-node"}
+_SHOWN_OPTIONS = {
+    "ttrl",
+    "--run",
+    "--model",
+    "--preset",
+    "--seed",
+    "--iterations",
+    "--overfit",
+    "--weight-sync",
+    "--nproc-per-node",
+}
 """The recipes' names for their harmless options (`ttrl.cli.recipe_script`)."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./+-]{1,120}")
 """No address: it may hold a key in its path, and a query."""

@@ -8,6 +8,7 @@ run still ends with the same error, or has less left to throw away.
 
 import logging
 import os
+import re
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError, UserError
@@ -80,7 +81,7 @@ def _order_of(key: str) -> tuple[int, int]:
 
 def _iteration_of(key: str) -> int:
     """Return the iteration of a key; 0 for none."""
-    parts = key.split("/")
-    if len(parts) > 2 and parts[0] == "iterations" and parts[1].isdigit():
-        return int(parts[1])
-    return 0
+    found = re.match("iterations/([0-9]+)/", key)
+    if found is None:
+        return 0
+    return int(found[1])

@@ -226,11 +226,11 @@ class Store:
         retry: Any = {
             "max_retries": self._limits.retries,
             "retry_timeout": timedelta(seconds=self._limits.total),
-        }
-        retry["backoff"] = {
-            "init_backoff": timedelta(milliseconds=200),
-            "max_backoff": timedelta(seconds=2),
-            "base": 2,
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=200),
+                "max_backoff": timedelta(seconds=2),
+                "base": 2,
+            },
         }
         bare = parts._replace(query="", fragment="").geturl()
         try:

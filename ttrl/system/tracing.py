@@ -52,7 +52,7 @@ class Span:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        return None
+        self.end(kind)
 
     def set(self, attributes: Attributes) -> None:
         """Add attributes; None leaves one out."""
@@ -83,14 +83,6 @@ class _RecordedSpan(Span):
             within = trace.set_span_in_context(self.recorded)
         self._token = context.attach(within)
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.end(kind)
 
     def set(self, attributes: Attributes) -> None:
         for name, value in attributes.items():
