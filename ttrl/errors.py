@@ -31,7 +31,7 @@ import os
 import traceback
 from typing import Any, Literal
 
-from ttrl.text import harmless
+from ttrl.text import counted, harmless
 
 RequestFailure = Literal["connection", "timeout", "stall", "status", "malformed"]
 RolloutLimit = Literal["turns", "tokens", "context", "seconds"]
@@ -56,13 +56,8 @@ class ConfigError(UserError):
     def __init__(self, where: str, problems: list[str]) -> None:
         self.where = where
         self.problems = problems
-        if len(problems) == 1:
-            count = "1 problem"
-        else:
-            count = f"{len(problems)} problems"
-        super().__init__(
-            f"{where}: {count}\n" + "\n".join(f"  - {problem}" for problem in problems)
-        )
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        super().__init__(f"{where}: {counted(len(problems), 'problem')}\n{listed}")
 
 
 class TaskError(UserError):

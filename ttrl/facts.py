@@ -472,14 +472,10 @@ class RolloutStats(Facts, omit_defaults=False):
             f"{name} {value:.3f}{self.only_some(name)}" for name, value in self.metrics.items()
         ]
         if self.mean_completion_tokens is not None:
+            each = f"{self.mean_completion_tokens:.1f} per sample"
             if self.tokens_per_second is not None:
-                speed = f", {si(self.tokens_per_second)} tokens/s"
-            else:
-                speed = ""
-            parts.append(
-                f"{si(self.completion_tokens)} tokens ({self.mean_completion_tokens:.1f} per "
-                f"sample{speed})"
-            )
+                each += f", {si(self.tokens_per_second)} tokens/s"
+            parts.append(f"{si(self.completion_tokens)} tokens ({each})")
         if self.spend is not None:
             parts.append(f"${self.spend:.4g}")
         for count, what in (
@@ -777,11 +773,7 @@ class Flops(Facts):
         """Return the FLOPs before the policy's gradient: passes of policy and reference, and the
         reward model's training.
         """
-        known = [
-            flops
-            for flops in (self.prepass, self.reference, self.reward_model)
-            if flops is not None
-        ]
+        known = present((self.prepass, self.reference, self.reward_model))
         if not known:
             return None
         return sum(known)

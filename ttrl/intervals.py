@@ -254,12 +254,13 @@ def paired_difference(
     if count == 1:
         return None
     deviation = statistics.stdev(differences)
-    alike = deviation <= 1e-12
     error = deviation / math.sqrt(count)
-    test = "sign test" if alike else "paired t test"
+    alike = deviation <= 1e-12
     if alike:
+        test = "sign test"
         p_value = mcnemar(worse, better)
     else:
+        test = "paired t test"
         p_value = max(0.0, 2 * (1 - t_cdf(abs(mean) / error, count - 1)))
     firsts, seconds = zip(*pairs)
     if _are_shares(firsts) and _are_shares(seconds):
@@ -275,9 +276,8 @@ def paired_difference(
         return Difference(
             mean, low, high, p_value, f"Newcombe over tasks, {test}", count, better, worse
         )
-    if alike:
-        half = 0.0
-    else:
+    half = 0.0
+    if not alike:
         half = t_quantile(0.5 + confidence / 2, count - 1) * error
     return Difference(
         mean, mean - half, mean + half, p_value, f"t over tasks, {test}", count, better, worse
@@ -389,18 +389,19 @@ def _newcombe(
     neither = count - both - first_only - second_only
     right_1 = both + first_only
     right_2 = both + second_only
-    p_1 = right_1 / count
-    p_2 = right_2 / count
-    (low_1, high_1), (low_2, high_2) = (
-        wilson(right, count, confidence) for right in (right_1, right_2)
-    )
     margins = right_1 * (count - right_1) * right_2 * (count - right_2)
     correlation = 0.0
     if margins > 0:
         determinant = both * neither - first_only * second_only
         corrected = determinant if determinant < 0 else max(determinant - count / 2, 0.0)
         correlation = corrected / math.sqrt(margins)
-    return _paired_interval(p_1, p_2, (low_1, high_1), (low_2, high_2), correlation)
+    return _paired_interval(
+        right_1 / count,
+        right_2 / count,
+        wilson(right_1, count, confidence),
+        wilson(right_2, count, confidence),
+        correlation,
+    )
 
 
 def _paired_interval(

@@ -67,15 +67,17 @@ def _has_no_default(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _describe(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(repr(value) for value in typing.get_args(kind))
-    if typing.get_origin(kind) in UNIONS:
-        return " or ".join(_describe(part) for part in typing.get_args(kind))
-    if typing.get_origin(kind) in (dict, Mapping):
+    origin = typing.get_origin(kind)
+    parts = typing.get_args(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, parts))
+    if origin in UNIONS:
+        return " or ".join(map(_describe, parts))
+    if origin in (dict, Mapping):
         return "a mapping with names as keys"
-    if typing.get_origin(kind) in (list, tuple, Sequence):
-        return "a list with each item " + _describe(typing.get_args(kind)[0])
-    if typing.get_origin(kind) is os.PathLike:
+    if origin in (list, tuple, Sequence):
+        return "a list with each item " + _describe(parts[0])
+    if origin is os.PathLike:
         return "a path"
     known = {
         type(None): "null",
@@ -91,11 +93,12 @@ def _converted(value: Any, kind: Any) -> Any:
     """Return `value` as `kind`, or raise TypeError. Ints pass as floats, and so do strings such as
     1e-4 (text in YAML 1.1); nothing else is converted."""
     origin = typing.get_origin(kind)
+    parts = typing.get_args(kind)
     if origin is Literal:
-        if value in typing.get_args(kind) and not isinstance(value, bool):
+        if value in parts and not isinstance(value, bool):
             return value
     elif origin in UNIONS:
-        for part in typing.get_args(kind):
+        for part in parts:
             try:
                 return _converted(value, part)
             except TypeError:
@@ -105,9 +108,8 @@ def _converted(value: Any, kind: Any) -> Any:
             return dict(value)
     elif origin in (list, tuple, Sequence):
         if isinstance(value, list | tuple):
-            part = typing.get_args(kind)[0]
             made = tuple if origin is tuple else list
-            return made(_converted(entry, part) for entry in value)
+            return made(_converted(entry, parts[0]) for entry in value)
     elif origin is os.PathLike:
         if isinstance(value, os.PathLike):
             return value
@@ -296,10 +298,9 @@ class Config:
         """Return the constructor's plain values, misspelt ones too, and those different from the
         defaults; for a copy, only the latter."""
         own = {field.name: field for field in dataclasses.fields(self)}
+        named: tuple[str, ...] = ()
         if len(self._given) < len(own):
             named = self._given
-        else:
-            named = ()
         plain = {
             name: field.default_factory() if callable(field.default_factory) else field.default
             for name, field in own.items()

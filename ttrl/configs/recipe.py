@@ -40,17 +40,11 @@ MATRIX_NAMES: dict[str, tuple[str, ...]] = {
 OTHER_NAMES = {
     **dict.fromkeys(("epochs", "num_train_epochs", "max_steps", "steps"), "iterations"),
     **dict.fromkeys(("max_completion_length", "max_new_tokens"), "max_tokens"),
-    **{
-        "learning_rate": "lr",
-        "beta": "kl_coefficient",
-        "num_generations": "samples_per_task",
-        "group_size": "samples_per_task",
-    },
-    **{
-        "batch_size": "tasks_per_iteration",
-        "output_dir": "run",
-        "train_batch_size": "tasks_per_iteration",
-    },
+    "learning_rate": "lr",
+    "beta": "kl_coefficient",
+    **dict.fromkeys(("num_generations", "group_size"), "samples_per_task"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "tasks_per_iteration"),
+    "output_dir": "run",
     **dict.fromkeys(("model_name_or_path", "model_name", "model_path"), "model"),
 }
 """ttrl's names for settings of other libraries."""
@@ -302,9 +296,10 @@ class TrainingConfig(Config):
             "num_output_chunks",
             "num_threads",
             "total_steps",
-        )
-        found += self.at_least(
-            1, "row_length_multiple", "checkpoint_every", "tensor_parallel", "context"
+            "row_length_multiple",
+            "checkpoint_every",
+            "tensor_parallel",
+            "context",
         )
         found += self.within("[0, 1)", "beta1", "beta2", "momentum") + self.above_zero("eps")
         if self.momentum and self.optimizer not in ("sgd", "rmsprop"):
@@ -431,10 +426,9 @@ class TrainingConfig(Config):
     def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
         """Return further mistakes, for a known device, number of processes and config.json of the
         model (`shape`)."""
+        found = []
         if device == "cpu" and self.device != "cpu":
-            found = self._without_cuda()
-        else:
-            found = []
+            found += self._without_cuda()
         if self.optimizer_on_cpu and processes > 1:
             found.append(
                 f"optimizer_on_cpu works in one process, but there are {processes}; use cpu_offload"

@@ -420,14 +420,19 @@ class TrainConfig(Config):
             "max_tokens",
             "tokens_per_iteration",
             "overfit",
+            "max_staleness",
+            "validation_samples",
+            "seq_len",
+            "nproc_per_node",
+            "num_threads",
+            "constant_length",
+            "dynamic_sampling",
+            "max_extra_tasks",
+            "keep_best",
+            "keep_every",
+            "save_every",
+            "validate_every",
         )
-        found += self.at_least(
-            1, "max_staleness", "validation_samples", "seq_len", "nproc_per_node", "num_threads"
-        )
-        found += self.at_least(
-            1, "constant_length", "dynamic_sampling", "max_extra_tasks", "keep_best", "keep_every"
-        )
-        found += self.at_least(1, "save_every", "validate_every")
         found += self.at_least(
             0, "temperature", "validation_temperature", "seed", "trainer_restarts", "servers"
         )
@@ -566,10 +571,9 @@ class TrainConfig(Config):
             why = (
                 f"weight_sync is {self.weight_sync!r}, so servers read the files of each iteration"
             )
-        if why is None:
-            found = []
-        else:
-            found = [f"save_every is {self.save_every}, but {why}: leave it at 1"]
+        found = []
+        if why is not None:
+            found.append(f"save_every is {self.save_every}, but {why}: leave it at 1")
         if self.keep_every is not None and self.keep_every % self.save_every:
             found.append(
                 f"keep_every is {self.keep_every}, but only multiples of save_every "
@@ -826,17 +830,13 @@ class TrainConfig(Config):
         """Return the recipe's config: `training`, and `values`, set by the loop for an iteration.
         Raises ConfigError.
         """
-        placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
+        usual = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
         if self.off_policy_steps:
-            correction = {"off_policy": "token"}
-        else:
-            correction = {}
+            usual["off_policy"] = "token"
         given = {
             key: value for key, value in self.recipe_settings.items() if not _not_of_training(key)
         }
-        recipe = GRPOConfig.parse(
-            {**placeholders, **correction, **given, "seed": self.seed, **values}, "training"
-        )
+        recipe = GRPOConfig.parse({**usual, **given, "seed": self.seed, **values}, "training")
         recipe.lora_merge = not self._can_serve_adapters(recipe)
         return recipe
 

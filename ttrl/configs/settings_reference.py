@@ -57,10 +57,8 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
     written: dict[str, tuple[str, str]] = {}
     for base in cls.__mro__:
         if dataclasses.is_dataclass(base):
-            written = {
-                **written,
-                **{name: one for name, one in _written(base).items() if name not in written},
-            }
+            for name, words in _written(base).items():
+                written.setdefault(name, words)
     fields: dict[str, dataclasses.Field[Any]] = {
         field.name: field for field in dataclasses.fields(cls)
     }
@@ -73,13 +71,14 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 
 def _kind(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return " | ".join(_literal(value) for value in typing.get_args(hint))
-    if typing.get_origin(hint) in UNIONS:
-        return " | ".join(map(_kind, typing.get_args(hint)))
+    origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
+    if origin is typing.Literal:
+        return " | ".join(map(_literal, arguments))
+    if origin in UNIONS:
+        return " | ".join(map(_kind, arguments))
     if arguments:
-        return f"{typing.get_origin(hint).__name__}[{', '.join(map(_kind, arguments))}]"
+        return f"{origin.__name__}[{', '.join(map(_kind, arguments))}]"
     return {type(None): "None"}.get(hint, getattr(hint, "__name__", str(hint)))
 
 
@@ -106,15 +105,11 @@ def _written(cls: type) -> dict[str, tuple[str, str]]:
             heading = " ".join(comments)
         end = statement.end_lineno or end
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            if isinstance(following, ast.Expr):
-                value = following.value
-            else:
-                value = None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                meaning = value.value
-            else:
-                meaning = ""
-            found[statement.target.id] = re.sub(r"\s+", " ", meaning).strip(), heading
+            meaning = ""
+            match following:
+                case ast.Expr(value=ast.Constant(value=str(words))):
+                    meaning = " ".join(words.split())
+            found[statement.target.id] = meaning, heading
     return found
 
 
@@ -165,13 +160,12 @@ def as_markdown(about: str, classes: Sequence[tuple[str, type]]) -> str:
             if setting.heading not in ("", heading):
                 heading = setting.heading
                 lines.append(textwrap.fill(f"**{heading}**", WIDTH))
+            entry = f"- `{setting.name}`: `{setting.kind}`"
             if setting.default:
-                default = f" = `{setting.default}`"
-            else:
-                default = ""
+                entry += f" = `{setting.default}`"
             # A page would hide it as a tag.
             meaning = re.sub(r"<(?=/?[A-Za-z])", "&lt;", setting.meaning)
-            entry = f"- `{setting.name}`: `{setting.kind}`{default}. {meaning}"
+            entry = f"{entry}. {meaning}"
             lines.append(
                 textwrap.fill(
                     entry,
