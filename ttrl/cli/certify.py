@@ -186,9 +186,8 @@ def judge(rows: list[MetricsRow], name: str, began: float) -> Iterator[Case]:
     shares = numbers(row.held_out("exact") for row in rows)
     seconds = [row.seconds for row in rows[1:]]
     phases = {
-        "sample": sum(one.sample or 0.0 for one in seconds),
-        "train": sum(one.train or 0.0 for one in seconds),
-        "sync": sum(one.sync or 0.0 for one in seconds),
+        name: sum(getattr(one, name) or 0.0 for one in seconds)
+        for name in ("sample", "train", "sync")
     }
     of = ", ".join(f"{phase} {value:.0f}" for phase, value in phases.items())
     total = sum(one.total or 0.0 for one in seconds)

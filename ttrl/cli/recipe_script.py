@@ -244,6 +244,7 @@ def _take_model(arguments: argparse.Namespace) -> None:
     given = settings_in(arguments.set)[0].get("model")
     if given is not None:
         arguments.model = str(given)
+        arguments.given.add("model")
     arguments.set = [text for text in arguments.set if text.partition("=")[0] != "model"]
 
 

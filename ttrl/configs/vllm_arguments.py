@@ -10,6 +10,7 @@ import difflib
 import functools
 import importlib.util
 import json
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from ttrl.families.table import family_of
 from ttrl.families.values import has_experts
 
 _ENGINE = "engine/arg_utils.py"
-_FRONTEND = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
-"""The place of the server's own options, in this version and in older ones."""
+_FRONTEND = "entrypoints/launchers/cli_args.py"
+"""The place of the server's own options."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of its `max_lora_rank`."""
 _OTHER_DISTRIBUTIONS = (
@@ -33,6 +34,7 @@ _OTHER_DISTRIBUTIONS = (
 temperature).
 """
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""Names of bounds in pydantic, and of their comparisons in `operator`, in words."""
 
 
 def sampling_problems(sampling: Mapping[str, Any]) -> list[str]:
@@ -148,7 +150,7 @@ def _fields(root: Path) -> dict[str, _Field]:
     source code.
     """
     engine = _tree(root / _ENGINE)
-    frontend = next((tree for path in _FRONTEND if (tree := _tree(root / path)) is not None), None)
+    frontend = _tree(root / _FRONTEND)
     if engine is None or frontend is None:
         return {}
     options: dict[str, _Field] = {}
@@ -253,10 +255,9 @@ def _types(annotation: ast.expr, tree: ast.Module) -> tuple[frozenset[str], tupl
         case ast.Constant(value=None):
             return frozenset({"None"}), ()
         case ast.Subscript(value=ast.Name(id="Literal"), slice=values):
+            listed = [values]
             if isinstance(values, ast.Tuple):
                 listed = values.elts
-            else:
-                listed = [values]
             texts = [
                 one.value
                 for one in listed
@@ -279,13 +280,11 @@ def _types(annotation: ast.expr, tree: ast.Module) -> tuple[frozenset[str], tupl
 
 def _bounds(value: ast.expr | None) -> dict[str, float]:
     """Return the bounds of `Field(default, gt=0, le=1)`."""
-    if isinstance(value, ast.Call):
-        keywords = value.keywords
-    else:
-        keywords = []
+    if not isinstance(value, ast.Call):
+        return {}
     return {
         one.arg: one.value.value
-        for one in keywords
+        for one in value.keywords
         if one.arg in _BOUNDS
         and isinstance(one.value, ast.Constant)
         and isinstance(one.value.value, int | float)
@@ -322,10 +321,8 @@ def _wanted(root: Path, field: _Field, value: Any) -> list[str]:
         if in_words:
             return []
         return ["a whole number" if kind == "int" else "a number"]
-    holds = {"gt": lambda least: value > least, "ge": lambda least: value >= least}
-    holds |= {"lt": lambda most: value < most, "le": lambda most: value <= most}
     return [
         f"a number {_BOUNDS[name]} {limit:g}"
         for name, limit in bounds.items()
-        if not holds[name](limit)
+        if not getattr(operator, name)(value, limit)
     ]

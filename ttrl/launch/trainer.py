@@ -116,11 +116,8 @@ class Trainer:
         """
         if self._config.placement != "split" or not self._config.servers_here:
             return {}
-        return {
-            "CUDA_VISIBLE_DEVICES": ",".join(
-                divided_devices(visible_devices(), self._config.processes_here)[0]
-            )
-        }
+        trainers, _ = divided_devices(visible_devices(), self._config.processes_here)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(trainers)}
 
     def check(self) -> None:
         """Raise TrainerError, ending with the last lines of its log, if the resident process died
@@ -181,10 +178,9 @@ class Trainer:
         process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
         if handover.exists():
             self._handed_over = number, parse(Handover, handover.read_bytes())
-            self._is_writing, self._holding = (
-                True,
-                None if recipe_config.get("save", True) else number,
-            )
+            self._is_writing = True
+            if not recipe_config.get("save", True):
+                self._holding = number
             return output / "checkpoint"
         process.log_task_to(None)
         return checkpoint_of(output)
@@ -218,13 +214,10 @@ class Trainer:
         """Return where the process offers the weights of iteration `number`; None if it does not,
         or has died.
         """
-        if self._resident is not None:
-            found = self._handed_over
-        else:
-            found = None
-        if found is not None and found[0] == number:
-            return found[1]
-        return None
+        found = self._handed_over
+        if self._resident is None or found is None or found[0] != number:
+            return None
+        return found[1]
 
     @property
     def compared(self) -> SamplerTrainer | None:

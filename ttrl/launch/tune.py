@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ttrl.configs.recipe import PROGRESS_VARIABLE, STORE_VARIABLE
 from ttrl.errors import ConfigError, StorageError, TrainerDiedError, TrainerError
 from ttrl.server.cpu import SHORT_WAITS
-from ttrl.system.files import compile_cache, full_disk, write_text
+from ttrl.system.files import compile_cache, full_disk, size_of, write_text
 from ttrl.system.processes import LOOPBACK, ChildProcess, log_tail
 
 GRPO_RECIPE = "ttrl/grpo_recipe"
@@ -211,14 +211,9 @@ class TrainerProcess(ChildProcess):
         """Set the log for quoting its errors: from now on its work on the task is logged at the end
         of `path`, the rest in its own log as before (None: everything).
         """
-        sizes = [
-            log.stat().st_size if log is not None and log.exists() else 0
-            for log in (path, self.log_path)
-        ]
-        if path is None:
-            self._task_log = None
-        else:
-            self._task_log = (path, sizes[0], sizes[1])
+        self._task_log = None
+        if path is not None:
+            self._task_log = (path, size_of(path), size_of(self.log_path))
 
     def ended(self) -> bool:
         """Return False while it runs, True after a good end. Raises TrainerError or StorageError

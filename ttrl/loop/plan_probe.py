@@ -19,7 +19,7 @@ import psutil
 from ttrl.configs.base import Settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
-from ttrl.facts import MetricsRow
+from ttrl.facts import MetricsRow, ratio
 from ttrl.loop.train import THIS_MACHINE, Parts, train_checked
 from ttrl.plans.expected_lengths import Assumptions, completion_mean, run_lengths
 from ttrl.plans.measured import Seconds, measured_in_run, signal_share
@@ -90,15 +90,11 @@ def probe(
         raise UserError(
             "the probe sampled nothing to plan from; check the tasks with `ttrl tasks try`"
         )
-    if made_up:
-        completions_from = "assumed"
-    else:
-        completions_from = "probe"
     lengths = dataclasses.replace(
         found,
         scale=found.scale / share,
         prompts_from=made.prompts_from,
-        completions_from=completions_from,
+        completions_from="assumed" if made_up else "probe",
         signal_from="assumed" if assumptions.signal_share or not signal else "probe",
     )
     notes = []
@@ -148,8 +144,8 @@ def _sum(seconds: Mapping[str, Seconds]) -> float:
 def _saving(rows: Sequence[MetricsRow]) -> float:
     """Return the part of an iteration's training seconds independent of its number of tasks."""
     parts = [row.train.seconds_by_part for row in rows if row.train.seconds_by_part]
-    found = [part.get("checkpoint", 0.0) for part in parts]
-    return sum(found) / len(found) if found else 0.0
+    saving = sum(part.get("checkpoint", 0.0) for part in parts)
+    return ratio(saving, len(parts)) or 0.0
 
 
 def _made_up_tasks(

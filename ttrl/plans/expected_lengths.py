@@ -42,10 +42,8 @@ class Assumptions:
     """Share of the groups with differing rewards, and so trained on; None: all."""
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("prompt_tokens", self.prompt_tokens),
-            ("completion_tokens", self.completion_tokens),
-        ):
+        for name in ("prompt_tokens", "completion_tokens"):
+            value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
             if value is not None and value > _MOST_TOKENS:
@@ -246,10 +244,7 @@ def _with_completions(
         for length in lognormal(draw, mean, _COMPLETION_SIGMA, n * len(prompts))
     ]
     groups = [PlannedGroup(prompt, drawn[n * k : n * (k + 1)]) for k, prompt in enumerate(prompts)]
-    if assumptions.signal_share is None:
-        share = 1.0
-    else:
-        share = assumptions.signal_share
+    share = assumptions.signal_share or 1.0
     return IterationLengths(
         groups, config.tasks_per_iteration / len(groups), source, "assumed", share
     )

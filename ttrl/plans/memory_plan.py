@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.configs import GRPOConfig
+from ttrl.configs.machines import auto_dtype
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.memory import (
     IMPORTS,
@@ -265,11 +266,9 @@ def _weights(model: Mapping[str, Any], config: TrainConfig, cuda: bool) -> float
 
 
 def _dtype(config: TrainConfig, cuda: bool) -> str:
-    if config.dtype in ("fp32", "bf16"):
-        return config.dtype
-    if cuda:
-        return "bf16"
-    return "fp32"
+    if config.dtype == "auto":
+        return auto_dtype(cuda)
+    return config.dtype
 
 
 def shares_memory(config: TrainConfig, *, cuda: bool) -> bool:

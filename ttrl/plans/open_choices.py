@@ -156,10 +156,11 @@ def refused(choices: Choices) -> list[str]:
 def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> Iterator[Placed]:
     """Yield the ways to divide `count` GPUs, the preferred one first; at least one."""
     recipe = recipe_of(config)
-    usable = []
-    for number in range(1, count + 1):
-        if not recipe.problems_here("cuda", number * config.nnodes, model):
-            usable.append(number)
+    usable = [
+        number
+        for number in range(1, count + 1)
+        if not recipe.problems_here("cuda", number * config.nnodes, model)
+    ]
     given = config.nproc_per_node
     placement = config.placement
     why = ""

@@ -14,6 +14,7 @@ from typing import Any
 
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.configs.base import Settings
+from ttrl.configs.machines import auto_dtype
 from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
 from ttrl.costs.memory import IMPORTS, Workload, training_memory
 from ttrl.errors import complaints
@@ -110,7 +111,7 @@ def start_settings(config: TrainConfig, own: Settings, *, cuda: bool) -> Setting
     given: dict[str, object] = {"device": config.device, "context": config.context}
     given["dtype"] = config.dtype
     if config.dtype == "auto":
-        given["dtype"] = "bf16" if cuda else "fp32"
+        given["dtype"] = auto_dtype(cuda)
     if config.processes_here > 1 and not cuda:
         cores = os.cpu_count() or 1
         given["num_threads"] = config.num_threads or max(1, cores // config.processes_here)

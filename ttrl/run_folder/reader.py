@@ -177,11 +177,11 @@ def held_out_text(row: MetricsRow, name: str) -> str:
     """
     span = interval(row, name)
     how = _sampling(row, name)
-    if span is None:
-        more = []
-    else:
-        more = [f"95%: {span[0]:.3f} to {span[1]:.3f}"]
-    more += [how] if how else []
+    more = []
+    if span is not None:
+        more.append(f"95%: {span[0]:.3f} to {span[1]:.3f}")
+    if how:
+        more.append(how)
     return f"{number(row.held_out(name)):.3f}" + (f" ({'; '.join(more)})" if more else "")
 
 

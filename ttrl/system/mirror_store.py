@@ -111,14 +111,9 @@ class MirrorStore:
 
         def put(store: ObjectStore) -> Tag | None:
             with contextlib.ExitStack() as stack:
-                if tag is None:
-                    known = {}
-                else:
+                mode: Any = "create"
+                if tag is not None:
                     known = {name: value for name, value in tag._asdict().items() if value}
-                mode: Any
-                if tag is None:
-                    mode = "create"
-                else:
                     mode = known or "overwrite"
                 if isinstance(store, LocalStore) and tag is not None:  # it only knows creating
                     if (
