@@ -58,7 +58,7 @@ from ttrl.plans.supervised import (
 )
 from ttrl.report.compared_runs import RunComparison, compare_runs
 from ttrl.run_folder.folder import RunFolder
-from ttrl.system.console import Console
+from ttrl.system.console import Console, note
 from ttrl.tasks.task import Task
 from ttrl.text import counted, duration, si_spaced
 
@@ -290,7 +290,7 @@ def supervised_first(
     `supervised_run`.
     """
     if arguments.tiny:
-        print("--tiny leaves out the supervised training before the run", file=sys.stderr)
+        note("--tiny leaves out the supervised training before the run")
         return config
     own, problems = with_settings(config, arguments.set)
     given, wrong = sft_settings_in(getattr(arguments, "sft", ()))

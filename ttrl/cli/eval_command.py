@@ -3,15 +3,13 @@
 import argparse
 import json
 import logging
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ttrl.errors import UserError
 from ttrl.messages import JsonObject
-from ttrl.system.console import say
-from ttrl.text import harmless
+from ttrl.system.console import note, say
 
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +192,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def run_eval(arguments: argparse.Namespace) -> int:
-    print("ttrl eval: checking everything first ...", file=sys.stderr, flush=True)
+    note("ttrl eval: checking everything first ...")
     from ttrl.evaluation.evaluate import EvalConfig, run_evaluation
 
     logging.getLogger("ttrl.evaluation.evaluate").setLevel(logging.INFO)
@@ -210,7 +208,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         + (f"\nwritten to {arguments.output}" if arguments.output is not None else "")
     )
     for name, why in result.failed.items():
-        print(f"ttrl: error: {harmless(f'{name}: {why}')}", file=sys.stderr)
+        note(f"ttrl: error: {name}: {why}")
     if result.failed:
         return 2
     return 0

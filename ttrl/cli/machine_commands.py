@@ -5,14 +5,13 @@ look after a cache of completions.
 import argparse
 import logging
 import re
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttrl.errors import UserError
-from ttrl.system.console import say
+from ttrl.system.console import note, say
 
 if TYPE_CHECKING:
     from ttrl.cli.doctor import CheckResult
@@ -50,10 +49,8 @@ def run_doctor(
     """
     from ttrl.cli import doctor
 
-    print(
-        "Looking at this machine: importing vLLM takes 15 s, or minutes if the machine is busy ...",
-        file=sys.stderr,
-        flush=True,
+    note(
+        "Looking at this machine: importing vLLM takes 15 s, or minutes if the machine is busy ..."
     )
     checks = (examine or doctor.examine)(Path.cwd())
     if arguments.model is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrl.errors import ServerError, UserError
 from ttrl.records import Endpoint
-from ttrl.system.console import say
+from ttrl.system.console import note, say
 from ttrl.text import gib, harmless
 
 if TYPE_CHECKING:
@@ -136,12 +136,12 @@ def run_chat(
     model = model_named(arguments.model)
     if not is_address(model):
         check_model_folder(model)
-        print("Starting a server (half a minute on a CPU) ...", file=sys.stderr, flush=True)
+        note("Starting a server (half a minute on a CPU) ...")
     with (
         serving(model, dtype=arguments.dtype) as served,
         client_of(served.endpoint) as client,
     ):
-        print("An empty line starts a new conversation, Ctrl-D ends.", file=sys.stderr, flush=True)
+        note("An empty line starts a new conversation, Ctrl-D ends.")
         messages = list(start)
         while (text := read_line()) is not None:
             if not text:
@@ -230,7 +230,7 @@ def add_push(parser: argparse.ArgumentParser) -> None:
 
 
 def run_push(arguments: argparse.Namespace) -> int:
-    print(f"ttrl push: reading {arguments.run}", file=sys.stderr, flush=True)
+    note(f"ttrl push: reading {arguments.run}")
     from ttrl.exports.checkpoint import choose
     from ttrl.exports.push import package, push
 
@@ -238,9 +238,9 @@ def run_push(arguments: argparse.Namespace) -> int:
     made = package(chosen, arguments.to, base_model=arguments.base_model, merged=arguments.merged)
     if arguments.dry_run:
         say(harmless(made.card))
-        print(f"{made.listing()}\n(nothing was sent)", file=sys.stderr)
+        note(f"{made.listing()}\n(nothing was sent)")
         return 0
-    print(f"{made.listing()}", file=sys.stderr, flush=True)
+    note(made.listing())
     print(push(made, public=arguments.public, replace=arguments.replace))
     return 0
 
@@ -266,7 +266,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 def run_export(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("gguf") is None:
         raise UserError("writing GGUF files needs the package gguf: pip install gguf")
-    print(f"ttrl export: reading {arguments.run}", file=sys.stderr, flush=True)
+    note(f"ttrl export: reading {arguments.run}")
     from ttrl.exports.checkpoint import choose
     from ttrl.exports.gguf import export_gguf
 
@@ -274,12 +274,9 @@ def run_export(arguments: argparse.Namespace) -> int:
     output = arguments.output or Path("exports", chosen.name)
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; choose a folder with --output")
-    print(f"iteration {chosen.iteration}, {chosen.why}", file=sys.stderr)
+    note(f"iteration {chosen.iteration}, {chosen.why}")
     made = export_gguf(chosen, output, arguments.dtype)
     for path in made:
         print(path)
-    print(
-        f"({gib(made[0].stat().st_size)}; in {output}: ollama create {chosen.name} -f Modelfile)",
-        file=sys.stderr,
-    )
+    note(f"({gib(made[0].stat().st_size)}; in {output}: ollama create {chosen.name} -f Modelfile)")
     return 0

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import difflib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ttrl.cli.recipe_files import add_settings, become, recipes
 from ttrl.errors import ConfigError, UserError, complaints
+from ttrl.system.console import note
 
 if TYPE_CHECKING:
     from ttrl.configs.run import TrainConfig
@@ -133,7 +133,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Plan the named thing, or become the script; it plans itself."""
-    print(f"ttrl plan: reading {arguments.config}", file=sys.stderr, flush=True)
+    note(f"ttrl plan: reading {arguments.config}")
     names = [one.name for one in dataclasses.fields(PlanOptions)]
     how = PlanOptions(**{name: getattr(arguments, name) for name in names})
     script = _script(arguments.config)

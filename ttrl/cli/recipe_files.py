@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ttrl.errors import ModelFolderError, UserError
+from ttrl.system.console import note
 from ttrl.text import harmless
 
 _HOME = Path(__file__).resolve().parents[2]
@@ -185,8 +186,8 @@ def _quickstart_recipe() -> str:
     try:
         ready_model(_MODEL)
     except ModelFolderError as error:
-        print(f"ttrl: {harmless(str(error))}", file=sys.stderr)
-        print("So a tiny model is trained instead: ttrl quickstart --tiny", file=sys.stderr)
+        note(f"ttrl: {error}")
+        note("So a tiny model is trained instead: ttrl quickstart --tiny")
         return "sort_letters"
     return "structured_output"
 

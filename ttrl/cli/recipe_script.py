@@ -15,7 +15,6 @@ import dataclasses
 import inspect
 import json
 import os
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import validation_metric
 from ttrl.run_folder.reader import held_out_text
 from ttrl.server.model_folder import chat_template_of
-from ttrl.system.console import errors_in_lines, speak_in_lines
+from ttrl.system.console import errors_in_lines, note, speak_in_lines
 from ttrl.system.files import atomic_folder, write_jsonl
 from ttrl.tasks.task import Grade, Task
 from ttrl.tiny_model import make_tiny_model
@@ -175,7 +174,7 @@ def script_arguments(
         arguments.plan = dataclasses.replace(arguments.plan, probe=False)
     if arguments.plan is not None and not arguments.plan.probe:
         arguments.check = True  # such a plan needs no model made by the recipe first
-    print(f"{parser.prog}: making the tasks", file=sys.stderr)
+    note(f"{parser.prog}: making the tasks")
     return arguments
 
 
@@ -423,7 +422,7 @@ def run_recipe(
         checked(config, tasks, validation_tasks, model=False)
         config = dataclasses.replace(config, model=str(start()))
     if asked is not None:
-        print("planning, with a short run to measure (a minute or two)", file=sys.stderr)
+        note("planning, with a short run to measure (a minute or two)")
         made = asked.plan(config, tasks, validation_tasks)
         made.save(Path(config.run))  # the run's report compares it with the results
         return asked.text(made)

@@ -7,7 +7,6 @@ import difflib
 import logging
 import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,7 @@ from typing import TYPE_CHECKING
 from ttrl.cli.eval_command import add_grading
 from ttrl.cli.recipe_files import add_settings, become, recipes
 from ttrl.errors import ConfigError, UserError
-from ttrl.system.console import say
-from ttrl.text import harmless
+from ttrl.system.console import note, say
 
 if TYPE_CHECKING:
     from ttrl.instruments.held_out import HeldOut
@@ -120,15 +118,12 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write report.html again, and print its findings on standard error."""
-    print(f"ttrl report: reading {arguments.run}", file=sys.stderr, flush=True)
+    note(f"ttrl report: reading {arguments.run}")
     from ttrl.report.page import write_report
     from ttrl.report.phrases import report_text
 
     print(write_report(arguments.run))
-    print(
-        harmless(report_text(arguments.run, shutil.get_terminal_size((100, 24)).columns)),
-        file=sys.stderr,
-    )
+    note(report_text(arguments.run, shutil.get_terminal_size((100, 24)).columns))
     return 0
 
 
@@ -178,7 +173,7 @@ def run_view(arguments: argparse.Namespace) -> int:
     shown = f"rows {spans(view.rows)} of {view.packed.num_rows:,}"
     for path in written:
         print(path)
-        print(f"({path.stat().st_size / 1e6:.2f} MB, {shown})", file=sys.stderr)
+        note(f"({path.stat().st_size / 1e6:.2f} MB, {shown})")
     return 0
 
 
@@ -223,7 +218,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    print(f"ttrl replay: reading {arguments.run}", file=sys.stderr, flush=True)
+    note(f"ttrl replay: reading {arguments.run}")
     from ttrl.replays.replay import replay
 
     names = (
@@ -326,7 +321,7 @@ def run_study(arguments: argparse.Namespace) -> int:
         problems.append("--precision compares with float64, and --dtype is fp32: leave it out")
     if problems:
         raise ConfigError("arguments", problems)
-    print(f"ttrl study: loading PyTorch, then {arguments.path}", file=sys.stderr, flush=True)
+    note(f"ttrl study: loading PyTorch, then {arguments.path}")
     logging.getLogger("ttrl.instruments").setLevel(logging.INFO)
     try:
         from ttrl.instruments import study_run

@@ -46,7 +46,7 @@ from ttrl.cli.runs import script_named
 from ttrl.configs.base import Config
 from ttrl.configs.machines import shares_of_devices
 from ttrl.errors import UserError, complaints
-from ttrl.system.console import say
+from ttrl.system.console import note, say
 from ttrl.system.files import read_object, write_json
 from ttrl.system.gpus import visible_devices
 
@@ -181,10 +181,9 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         say(comparison.table())
         print(comparison.write_html(runs / "compare.html"))
     if failed:
-        print(
+        note(
             f"ttrl sweep: {len(failed)} of {len(commands)} runs failed; the same command tries "
-            f"them again: {'; '.join(failed)}",
-            file=sys.stderr,
+            f"them again: {'; '.join(failed)}"
         )
         return 2
     return 0
@@ -228,7 +227,7 @@ def _endings(
                     if len(places) > 1:
                         log = runs / f"{name}.log"
                         said += f"; its output is in {log}"
-                    print(said, file=sys.stderr, flush=True)
+                    note(said)
                     running[place] = name, _start(command, environment, log)
             time.sleep(_LOOK_SECONDS)
             for place, (name, process) in list(running.items()):
