@@ -358,8 +358,8 @@ def _check(planned: ArmsPlan) -> None:
     problems = planned.problems()
     if problems:
         raise ConfigError("arms", problems)
-    for note in planned.notes():
-        Console().line(f"note: {note}")
+    for said in planned.notes():
+        Console().line(f"note: {said}")
 
 
 def _served(config: TrainConfig, hardware: Hardware) -> TrainConfig:
