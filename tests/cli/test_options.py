@@ -73,6 +73,13 @@ def test_options_of_recipes_are_settings_of_the_run():
     }
 
 
+@pytest.mark.parametrize("own", [["--model", "own"], ["--set", "model=own"]])
+def test_a_model_prevails_over_a_presets(own):
+    recipe = {"run": "r", "iterations": 1, "model": "m", "presets": {"p": {"model": "its"}}}
+    given = recipe_script.script_arguments(None, **recipe, argv=["--preset", "p", *own])
+    assert given.model == "own"
+
+
 def test_a_check_plans_without_a_run():
     """`--plan` alone measures in a short run, and `--check` promises none."""
     recipe = {"run": "r", "iterations": 1, "model": "m"}
