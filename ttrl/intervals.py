@@ -273,15 +273,15 @@ def paired_difference(
             _interval_of_shares(seconds, confidence)[:2],
             statistics.correlation(*means) if varies else 0.0,
         )
-        return Difference(
-            mean, low, high, p_value, f"Newcombe over tasks, {test}", count, better, worse
-        )
-    half = 0.0
-    if not alike:
-        half = t_quantile(0.5 + confidence / 2, count - 1) * error
-    return Difference(
-        mean, mean - half, mean + half, p_value, f"t over tasks, {test}", count, better, worse
-    )
+        method = f"Newcombe over tasks, {test}"
+    else:
+        half = 0.0
+        if not alike:
+            half = t_quantile(0.5 + confidence / 2, count - 1) * error
+        low = mean - half
+        high = mean + half
+        method = f"t over tasks, {test}"
+    return Difference(mean, low, high, p_value, method, count, better, worse)
 
 
 @dataclass(frozen=True)
@@ -359,17 +359,16 @@ def difference_over_seeds(
     better = sum(d > 0 for d in differences)
     worse = sum(d < 0 for d in differences)
     if variance <= 1e-24:
+        half = 0.0
         p_value = mcnemar(worse, better)
-        return Difference(
-            mean, mean, mean, p_value, "all alike, sign test", len(tasks), better, worse
-        )
-    degrees = max(1, int(variance**2 / sum(part**2 / free for part, free in parts)))
-    error = math.sqrt(variance)
-    half = t_quantile(0.5 + confidence / 2, degrees) * error
-    p_value = max(0.0, 2 * (1 - t_cdf(abs(mean) / error, degrees)))
-    return Difference(
-        mean, mean - half, mean + half, p_value, "t over tasks and seeds", len(tasks), better, worse
-    )
+        method = "all alike, sign test"
+    else:
+        degrees = max(1, int(variance**2 / sum(part**2 / free for part, free in parts)))
+        error = math.sqrt(variance)
+        half = t_quantile(0.5 + confidence / 2, degrees) * error
+        p_value = max(0.0, 2 * (1 - t_cdf(abs(mean) / error, degrees)))
+        method = "t over tasks and seeds"
+    return Difference(mean, mean - half, mean + half, p_value, method, len(tasks), better, worse)
 
 
 def mcnemar(one_only: int, other_only: int) -> float:

@@ -13,8 +13,8 @@ SERVER_KEY_VARIABLE = "TTRL_SERVER_KEY"
 """Holds the key of joined servers."""
 
 
-def server_address_problems(urls: Sequence[str]) -> list[str]:
-    """Return the mistakes in the addresses of joined servers, one line each."""
+def joined_problems(urls: Sequence[str]) -> list[str]:
+    """Return the mistakes in joined servers, addresses and key, one line each."""
     found = []
     for url in urls:
         parts = _server_parts(url)
@@ -27,15 +27,10 @@ def server_address_problems(urls: Sequence[str]) -> list[str]:
                 f"joined_servers: the address of {parts.hostname} has more than host and port; put "
                 "keys into TTRL_SERVER_KEY"
             )
-    if len({_without_path(url) for url in urls}) < len(urls):
+    # Without their paths.
+    if len({re.sub(r"/(v1/?)?$", "", url.strip()) for url in urls}) < len(urls):
         found.append("joined_servers names a server twice")
-    return found
-
-
-def joined_problems(urls: Sequence[str]) -> list[str]:
-    """Return the mistakes in joined servers, addresses and key, one line each."""
-    found = server_address_problems(urls)
-    if urls and not found:
+    if not found:
         try:
             server_keys(urls)
         except ConfigError as error:
@@ -76,10 +71,6 @@ def _server_parts(url: str) -> SplitResult | None:
     except ValueError:  # of brackets and ports
         return None
     return parts if is_server else None
-
-
-def _without_path(url: str) -> str:
-    return re.sub(r"/(v1/?)?$", "", url.strip())
 
 
 def gpus_of_a_server(arguments: Mapping[str, Any]) -> int:

@@ -50,9 +50,10 @@ def network_environment(endpoint: str) -> dict[str, str]:
 
 def local_address(endpoint: str) -> str:
     """Return this machine's address on the route to HOST:PORT. Raises UserError without a route."""
+    host, port = endpoint.rsplit(":", 1)
     try:
         family, _, _, _, address = socket.getaddrinfo(
-            *_host_and_port(endpoint), type=socket.SOCK_DGRAM
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # on a datagram socket: looks up the route, sends nothing
@@ -62,11 +63,6 @@ def local_address(endpoint: str) -> str:
             f"the meeting point {endpoint} cannot be reached from this machine ({error}); give an "
             "address in a network of all nodes"
         ) from error
-
-
-def _host_and_port(endpoint: str) -> tuple[str, int]:
-    host, port = endpoint.rsplit(":", 1)
-    return host.strip("[]"), int(port)
 
 
 def interface_of(address: str) -> str | None:

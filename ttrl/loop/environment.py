@@ -1,5 +1,6 @@
 """Describe a run's environment in environment.json, to compare its numbers with other runs."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -27,13 +28,6 @@ _PACKAGES = (
 )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def git_commit(folder: Path) -> str | None:
     """Return the commit of the checkout around `folder`, with "+changes" if files differ; None
     outside a checkout.
@@ -53,7 +47,10 @@ def git_commit(folder: Path) -> str | None:
 def describe_environment() -> Mapping[str, Any]:
     """Return versions, hardware and git commit, but neither machine name nor user."""
     gpus = [gpu.name for gpu in devices_here()]
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "ttrl": __version__,
         "git_commit": git_commit(Path(__file__).parent),
@@ -62,5 +59,5 @@ def describe_environment() -> Mapping[str, Any]:
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpus": gpus,
-        "packages": {name: version for name, version in versions.items() if version},
+        "packages": versions,
     }

@@ -43,9 +43,9 @@ class Look:
 class MachineWatch:
     """Look at the machine in a separate thread."""
 
-    def __init__(self, seconds: float | None = None) -> None:
-        """seconds: between two looks; default SECONDS."""
-        self._seconds = seconds or SECONDS
+    def __init__(self, seconds: float = SECONDS) -> None:
+        """seconds: between two looks."""
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._looks: list[Look] = []
         self._over = threading.Event()

@@ -44,13 +44,12 @@ def probe(
     validation_tasks: list[Task],
     *,
     most_seconds: float = _SECONDS,
-    iterations: int | None = None,
+    iterations: int = _ITERATIONS,
     parts: Parts = THIS_MACHINE,
 ) -> Probed:
     """Run a probe. made: the rough plan, to size the probe. most_seconds: the time of sampling and
-    training. iterations: default 4. Raises UserError, and any error of a run.
+    training. Raises UserError, and any error of a run.
     """
-    iterations = iterations or _ITERATIONS
     made_up: Settings = {}
     if not tasks:
         tasks, made_up = _made_up_tasks(config, assumptions, made)

@@ -20,6 +20,7 @@ from ttrl.data.packing.pack import (
     PackedTensors,
     packed_tensors_from_tokenized_results,
 )
+from ttrl.facts import ratio
 from ttrl.plans.expected_lengths import IterationLengths, made_up_samples
 
 
@@ -64,9 +65,7 @@ class Work:
     @property
     def fill(self) -> float:
         """Return the share of the rows' positions with a token."""
-        if self.rows:
-            return self.row_tokens / (self.rows * self.seq_len)
-        return 0.0
+        return ratio(self.row_tokens, self.rows * self.seq_len) or 0.0
 
 
 @dataclass(frozen=True)

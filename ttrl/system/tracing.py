@@ -13,6 +13,7 @@ that is down costs one line in the log, and at most FLUSH_SECONDS at the end.
 
 import atexit
 import contextlib
+import importlib
 import logging
 import os
 import threading
@@ -252,19 +253,10 @@ def _exporter(endpoint: str) -> Any:
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
         "OTEL_EXPORTER_OTLP_PROTOCOL"
     )
-    base: Any
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
-            OTLPSpanExporter as GrpcExporter,
-        )
-
-        base = GrpcExporter
-    else:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-            OTLPSpanExporter as HttpExporter,
-        )
-
-        base = HttpExporter
+    if protocol != "grpc":
+        protocol = "http"
+    module = f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter"
+    base: Any = importlib.import_module(module).OTLPSpanExporter
     for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
         quiet = logging.getLogger(name)  # they write a traceback for every batch
         quiet.propagate = False

@@ -59,13 +59,13 @@ class Script:
         parts = {"name": self.name, "data": "", "argument": "", "parameter": ""}
         if name == OWN:
             metric = "right"
-            small = _SMALL
+            usual = _SMALL
             tasks = _template("own_task.txt").substitute(parts)
             what = "sums that are right"
         else:
             family = trained_family(name)
             metric = family.score
-            small = _SMALL_FAMILY
+            usual = _SMALL_FAMILY
             what = f"{name}, {metric}"
             if family.data is not None:
                 source = path or family.data
@@ -75,10 +75,9 @@ class Script:
                 parts["argument"] = ", path=arguments.data"
                 parts["parameter"] = ", path=None"
             tasks = _family_text(name, family, parts)
-        settings = {**small, **self.changes}
         if self.on_gpu:
-            settings = {**_LARGE, **self.changes}
-        settings["validation_metric"] = metric
+            usual = _LARGE
+        settings = {**usual, **self.changes, "validation_metric": metric}
         if self.goal is not None:
             settings["stop_at"] = self.goal
         run = _template("run.txt").substitute(
