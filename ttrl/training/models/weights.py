@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -37,18 +38,8 @@ from ttrl.training.models.layouts import Layout, layout_of_class, prefixes_among
 _LAYER = re.compile(r"\.(\d+)\.")
 # In old files; the last two hold GPT-2's causal mask.
 _TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-FILE_DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-        torch.bool: "BOOL",
-    },
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
-}
+DTYPES: Mapping[str, Any] = _TYPES
+FILE_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Stored(NamedTuple):
@@ -165,18 +156,28 @@ def files_of(folder: Path) -> list[str]:
     return files
 
 
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise ModelFolderError for a file that cannot be read inside the block."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelFolderError(
+            f"{file} cannot be read ({error}); copy or download it again"
+        ) from error
+
+
+def _opened(file: Path) -> Any:
+    return again(partial(safe_open, file, framework="pt"))
+
+
 def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (file, name, tensor) of all stored tensors in a folder, one at a time."""
     folder = Path(folder)
     for file in files_of(folder):
-        try:
-            with again(partial(safe_open, folder / file, framework="pt")) as tensors:
-                for name in tensors.keys():  # noqa: SIM118  # not a dict
-                    yield file, name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelFolderError(
-                f"{folder / file} cannot be read ({error}); copy or download it again"
-            ) from error
+        with _reading(folder / file), _opened(folder / file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # not a dict
+                yield file, name, tensors.get_tensor(name)
 
 
 def composite_of(folder: str | Path) -> Composite | None:
@@ -226,17 +227,13 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
             if found is not None:
                 _, theirs = found
         template, layer = _template(theirs)
-        if theirs.endswith(_TABLES) or (config.tie_word_embeddings and theirs == "lm_head.weight"):
+        if _is_left_out(theirs, config):
             continue
         if template not in family.names:
             template = family.prefix + template
         if template not in family.names:
             raise ModelFolderError(f"{folder}/{file}: ttrl's decoder has no parameter {stored!r}")
-        if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ModelFolderError(
-                f"{folder}/{file}: {stored} is {tensor.dtype}; ttrl trains from float weights of "
-                "16 bits or more"
-            )
+        _check_dtype(tensor, f"{folder}/{file}: {stored}")
         if _is_transposed(template, family):
             tensor = tensor.T
         ours = family.names[template]
@@ -266,28 +263,24 @@ def _iter_parts(folder: Path, config: PretrainedConfig) -> Iterator[tuple[str, T
             parts = {}
             for view, wanted in views.items():
                 file, stored = places[view]
-                try:
+                with _reading(file):
                     if file not in opened:
-                        opened[file] = files.enter_context(
-                            again(partial(safe_open, file, framework="pt"))
-                        )
+                        opened[file] = files.enter_context(_opened(file))
                     parts[view] = opened[file].get_tensor(stored)
-                except (SafetensorError, OSError) as error:
+                what = f"{file}: {stored}"
+                _check_dtype(parts[view], what)
+                if parts[view].shape != wanted.shape:
                     raise ModelFolderError(
-                        f"{file} cannot be read ({error}); copy or download it again"
-                    ) from error
-                _check_part(parts[view], wanted, f"{file}: {stored}")
+                        f"{what} is {tuple(parts[view].shape)}, but config.json says "
+                        f"{tuple(wanted.shape)}"
+                    )
             yield name, _put_together(layout, name, shape, parts)
 
 
-def _check_part(tensor: Tensor, wanted: Tensor, what: str) -> None:
+def _check_dtype(tensor: Tensor, what: str) -> None:
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ModelFolderError(
             f"{what} is {tensor.dtype}; ttrl trains from float weights of 16 bits or more"
-        )
-    if tensor.shape != wanted.shape:
-        raise ModelFolderError(
-            f"{what} is {tuple(tensor.shape)}, but config.json says {tuple(wanted.shape)}"
         )
 
 
@@ -326,8 +319,12 @@ def text_only(folder: Path) -> bool:
     return not isinstance(read_object(folder / "config.json").get("text_config"), dict)
 
 
+def _is_left_out(name: str, config: PretrainedConfig) -> bool:
+    return name.endswith(_TABLES) or (config.tie_word_embeddings and name == "lm_head.weight")
+
+
 def _may_be_beside(name: str, layout: Layout, config: PretrainedConfig) -> bool:
-    if name.endswith(_TABLES) or (config.tie_word_embeddings and name == "lm_head.weight"):
+    if _is_left_out(name, config):
         return True
     return any(re.search(pattern, name) for pattern in layout.ignored)
 
@@ -336,13 +333,8 @@ def stored_names(folder: Path) -> dict[str, str]:
     """Return the file of each stored tensor, by its name."""
     found: dict[str, str] = {}
     for file in files_of(folder):
-        try:
-            with again(partial(safe_open, folder / file, framework="pt")) as tensors:
-                found |= dict.fromkeys(tensors.keys(), file)
-        except (SafetensorError, OSError) as error:
-            raise ModelFolderError(
-                f"{folder / file} cannot be read ({error}); copy or download it again"
-            ) from error
+        with _reading(folder / file), _opened(folder / file) as tensors:
+            found |= dict.fromkeys(tensors.keys(), file)
     return found
 
 

@@ -16,7 +16,7 @@ when loaded: the largest of a block can come back smaller by 0.7%.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.facts import Facts, parse
 from ttrl.system.files import atomic_folder, json_text, read_object
-from ttrl.training.models.weights import FILE_DTYPES, write_tensors
+from ttrl.training.models.weights import DTYPES, FILE_DTYPES, write_tensors
 from ttrl.training.optimizer.optimizer import Optimizer, OptimizerInBackward
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import (
@@ -39,6 +39,7 @@ from ttrl.training.parallel.sharding import (
     gather_whole,
     local_part,
     part_of,
+    part_to_write,
     place_of_part,
 )
 from ttrl.training.policy.policy import Policy
@@ -52,7 +53,6 @@ _SCALE = "_scale"  # behind a moment's name
 _BLOCK = 256
 _SMALLEST = 4096
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
-_DTYPES = {name: dtype for dtype, name in FILE_DTYPES.items()}
 WHOLE_STATE_LIMIT = 8e9
 """The most bytes of state stored whole by "auto"."""
 
@@ -275,25 +275,14 @@ def _save_sharded(
 
 
 def _write_parts(folder: Path, ranks: Ranks, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write this process's parts; the first of several processes with the same part writes it.
-    Raises OSError.
-    """
+    """Write this process's parts (`part_to_write`). Raises OSError."""
     parts = {}
     table = {}
     for name, tensor in tensors:
-        copies = [not ranks.is_first]
-        if isinstance(tensor, DTensor):
-            coordinates = tensor.device_mesh.get_coordinate()
-            assert coordinates is not None
-            copies = [
-                where > 0
-                for where, how in zip(coordinates, tensor.placements, strict=True)
-                if how.is_replicate()
-            ]
-        part = local_part(tensor).detach().cpu().contiguous()
-        if not any(copies) and part.numel():
-            parts[name] = part
-            starts = [own.start for own in place_of_part(tensor)]
+        found = part_to_write(tensor, ranks)
+        if found is not None:
+            part, starts = found
+            parts[name] = part.cpu().contiguous()
             table[name] = {
                 "dtype": FILE_DTYPES[part.dtype],
                 "shape": list(tensor.shape),
@@ -324,21 +313,12 @@ def load_state(
             _load_sharded(folder, header.ranks, policy, optimizer, weights)
         else:
             with safe_open(folder / "optimizer.safetensors", framework="pt") as stored:
-                names = stored.keys()
-                _check(
-                    folder,
-                    policy,
-                    optimizer,
-                    {name: tuple(stored.get_slice(name).get_shape()) for name in names},
-                    weights,
-                )
-                parameters = policy.parameters_by_name()
-                for name in (name for name in names if not name.endswith(_SCALE)):
-                    if name + _SCALE in names:
-                        scale = stored.get_tensor(name + _SCALE)
-                    else:
-                        scale = None
-                    _restore(parameters, optimizer, name, stored.get_tensor(name), scale)
+                shapes = {
+                    name: tuple(stored.get_slice(name).get_shape())
+                    for name in stored.keys()  # noqa: SIM118  # not a dict
+                }
+                _check(folder, policy, optimizer, shapes, weights)
+                _restore_all(policy, optimizer, shapes, stored.get_tensor)
     except RunFolderError:
         raise
     except _DAMAGE as error:
@@ -376,18 +356,13 @@ def _load_sharded(
             file = stack.enter_context(safe_open(folder / f"{rank:05}.safetensors", framework="pt"))
             for name, part in table.items():
                 one = stored.setdefault(
-                    name, _Stored(_DTYPES[part["dtype"]], torch.Size(part["shape"]), [])
+                    name, _Stored(DTYPES[part["dtype"]], torch.Size(part["shape"]), [])
                 )
                 one.parts.append((file, part["start"]))
         shapes = {name: tuple(one.shape) for name, one in stored.items()}
         _check(folder, policy, optimizer, shapes, weights)
         parameters = policy.parameters_by_name()
-        for name in (name for name in stored if not name.endswith(_SCALE)):
-            if name + _SCALE in stored:
-                scale = _read(name + _SCALE, stored, parameters)
-            else:
-                scale = None
-            _restore(parameters, optimizer, name, _read(name, stored, parameters), scale)
+        _restore_all(policy, optimizer, stored, lambda name: _read(name, stored, parameters))
 
 
 @torch.no_grad()
@@ -479,6 +454,19 @@ def _check(
                 f"{folder}: the optimizer state belongs to another model: "
                 f"{name.rpartition('.')[0]} is {shapes[name]} there and {shape} in the model"
             )
+
+
+def _restore_all(
+    policy: Policy, optimizer: Optimizer, names: Collection[str], read: Callable[[str], Tensor]
+) -> None:
+    """Put the tensors of these names into the optimizer's state; `read` returns one."""
+    parameters = policy.parameters_by_name()
+    for name in names:
+        if not name.endswith(_SCALE):
+            scale = None
+            if name + _SCALE in names:
+                scale = read(name + _SCALE)
+            _restore(parameters, optimizer, name, read(name), scale)
 
 
 @torch.no_grad()

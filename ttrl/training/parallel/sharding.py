@@ -158,6 +158,24 @@ def _as_slices(
     )
 
 
+def part_to_write(tensor: Tensor, here: Ranks) -> tuple[Tensor, list[int]] | None:
+    """Return this process's part of a tensor and its offset in the whole; None if it is empty, or
+    another process's to write: the first of several with the same part writes it."""
+    copies = [here.rank, here.tensor_rank]
+    if isinstance(tensor, DTensor):
+        coordinates = tensor.device_mesh.get_coordinate()
+        assert coordinates is not None
+        copies = [
+            where
+            for where, how in zip(coordinates, tensor.placements, strict=True)
+            if how.is_replicate()
+        ]
+    part = local_part(tensor.detach())
+    if any(copies) or not part.numel():
+        return None
+    return (part, [own.start for own in place_of_part(tensor)])
+
+
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """Return the part of `whole` matching this process's part of `like`: a view, to read nothing
     else from a file.

@@ -18,24 +18,21 @@ as /proc/PID/fd/N, as the same user in the same container. Tested sharded over g
 the CPU, and from one GPU.
 """
 
-import contextlib
 import hashlib
 import json
 import mmap
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ttrl.errors import StorageError
 from ttrl.records import WeightPart
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.parallel.sharding import local_part
+from ttrl.training.parallel.sharding import part_to_write
 
 _MOST_THREADS = 8
 _PIECE = 2**22
@@ -89,7 +86,7 @@ class WeightMemory:
                 whole = self._data[begin : begin + size].view(dtype).view(held.shape)
                 place = 0
                 for block in held.blocks:
-                    found = _own_part(block, self.here)
+                    found = part_to_write(block, self.here)
                     if found is not None:
                         part, starts = found
                         starts[held.dim] += place
@@ -180,29 +177,6 @@ class WeightMemory:
         self._data = torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _own_part(tensor: Tensor, here: Ranks) -> tuple[Tensor, list[int]] | None:
-    """Return this process's part of a tensor and its offset in the whole; None if it is empty, or
-    another rank's to write: the first of several ranks with the same part writes it."""
-    if not isinstance(tensor, DTensor):
-        if here.is_first:
-            return (tensor.detach(), [0] * tensor.dim())
-        return None
-    coordinates = tensor.device_mesh.get_coordinate()
-    assert coordinates is not None
-    copies = [
-        where
-        for where, how in zip(coordinates, tensor.placements, strict=True)
-        if how.is_replicate()
-    ]
-    _, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    part = local_part(tensor.detach())
-    if any(copies) or not part.numel():
-        return None
-    return (part, list(offsets))
-
-
 def _narrowed(whole: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         whole = whole.narrow(dim, start, length)
@@ -217,16 +191,10 @@ def _copy(part: Tensor, target: Tensor, piece_bytes: int = _PIECE) -> bytes:
     room = torch.empty(
         (min(rows, len(part)), *part.shape[1:]), dtype=target.dtype, pin_memory=on_gpu
     )
+    stream = None
     if on_gpu:
         stream = torch.cuda.Stream(part.device)
-    else:
-        stream = None
-    there: Any
-    if stream is None:
-        there = contextlib.nullcontext()
-    else:
-        there = torch.cuda.stream(stream)
-    with there:
+    with torch.cuda.stream(stream):  # None: nothing changes
         for source, place in zip(part.split(rows), target.split(rows), strict=True):
             piece = room[: len(source)]
             piece.copy_(source, non_blocking=True)  # a GPU converts before it copies
