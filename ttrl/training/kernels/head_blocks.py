@@ -161,6 +161,21 @@ class Distribution:
     entropy: Tensor
     divergence: Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all four."""
+        return self.logprobs, self.log_normaliser, self.entropy, self.divergence
+
+    def at(self, part: slice) -> "Distribution":
+        """Return those of some positions."""
+        return Distribution(*(x[part] for x in self.tensors if x is not None))
+
+    def put(self, part: slice, known: "Distribution") -> None:
+        """Set those of some positions."""
+        for whole, own in zip(self.tensors, known.tensors, strict=True):
+            if whole is not None and own is not None:
+                whole[part] = own
+
 
 @dataclass(eq=False)
 class HeadChunk:
@@ -169,8 +184,8 @@ class HeadChunk:
     weights: HeadWeights
     labels: Tensor
     raw: Tensor
-    reference: HeadWeights | None = None
-    reference_raw: Tensor | None = None
+    reference: tuple[HeadWeights, Tensor] | None = None
+    """Its head, and its logits."""
 
     @property
     def kernels(self) -> Any:
@@ -241,8 +256,9 @@ class HeadChunk:
                 self._differentiate(kernels, known, gradients)
             return
         reference_normaliser = None
-        if self.reference is not None and self.reference_raw is not None:
-            reference_normaliser = self.reference.log_normaliser(self.reference_raw)
+        if self.reference is not None:
+            other, other_raw = self.reference
+            reference_normaliser = other.log_normaliser(other_raw)
             if entropies:
                 known.divergence = torch.zeros_like(known.entropy)
         for rows in blocks(self.raw):
@@ -259,14 +275,8 @@ class HeadChunk:
                 logp = z - normaliser
             p = torch.exp(logp)
             log_ratio = None
-            if (
-                self.reference is not None
-                and self.reference_raw is not None
-                and reference_normaliser is not None
-            ):
-                logq = self.reference.final(self.reference_raw[rows]) - reference_normaliser[
-                    rows
-                ].unsqueeze(1)
+            if reference_normaliser is not None:
+                logq = other.final(other_raw[rows]) - reference_normaliser[rows].unsqueeze(1)
                 log_ratio = torch.sub(logp, logq, out=logq)
             if entropies:
                 known.entropy[rows] = -_row_dots(p, logp)

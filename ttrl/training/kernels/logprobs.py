@@ -169,13 +169,23 @@ class _Task:
             weight_VD.to(self.dtype), bias, self.temperature, self.soft_cap, self.shards
         )
 
+    def room(self, h_ND: Tensor) -> Distribution:
+        """Return the room for the numbers of all positions."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        count = 3 if self.reference is None else 4
+        return Distribution(*(h_ND.new_empty(len(h_ND), dtype=wide) for _ in range(count)))
+
     def chunks(
-        self, h_ND: Tensor, weights: HeadWeights, use_reference: bool
+        self,
+        h_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        *,
+        use_reference: bool = True,
     ) -> Iterator[tuple[slice, Tensor, HeadChunk]]:
         """Yield (positions, their hidden states, their logits), all in the same buffer."""
-        other = None
-        if use_reference and self.reference is not None:
-            other = self.weights(self.reference.weight_ref_VD, self.reference.bias_ref_V)
+        weights = self.weights(weight_VD, bias_V)
+        reference = self.reference if use_reference else None
         rows = min(self.chunk_size, len(h_ND))
         buffer = torch.empty(rows, weights.weight.shape[0], dtype=self.dtype, device=h_ND.device)
         if (
@@ -184,16 +194,16 @@ class _Task:
             and head_blocks.fused_kernels(buffer) is not None
         ):
             buffer = torch.empty_like(buffer, dtype=torch.float32)  # without copying them
-        spare = None if other is None else torch.empty_like(buffer)
+        if reference is not None:
+            other = self.weights(reference.weight_ref_VD, reference.bias_ref_V)
+            spare = torch.empty_like(buffer)
         for start in range(0, len(h_ND), self.chunk_size):
             part = slice(start, start + self.chunk_size)
             h = h_ND[part].to(self.dtype)
             chunk = HeadChunk(weights, self.labels[part], weights.logits(h, buffer))
-            if other is not None and spare is not None and self.reference is not None:
-                chunk.reference = other
-                chunk.reference_raw = other.logits(
-                    self.reference.h_ref_ND[part].to(self.dtype), spare
-                )
+            if reference is not None:
+                other_h = reference.h_ref_ND[part].to(self.dtype)
+                chunk.reference = (other, other.logits(other_h, spare))
             yield part, h, chunk
 
 
@@ -249,11 +259,9 @@ class _LossHead(torch.autograd.Function):
             task.grad and x is not None and x.requires_grad for x in (h_ND, weight_VD, bias_V)
         )
         totals = _Totals(h_ND, weight_VD, bias_V, wanted, task)
-        found = _Found(h_ND, task)
+        found = task.room(h_ND)
         loss = h_ND.new_zeros((), dtype=found.logprobs.dtype)
-        for part, h, chunk in task.chunks(
-            h_ND, task.weights(weight_VD, bias_V), use_reference=True
-        ):
+        for part, h, chunk in task.chunks(h_ND, weight_VD, bias_V):
             known = chunk.measure()
             with torch.enable_grad():
                 logprobs = known.logprobs.detach().requires_grad_()
@@ -290,15 +298,13 @@ class _RecomputeHead(torch.autograd.Function):
     def forward(
         ctx: Any, h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: _Task
     ) -> tuple[Tensor | None, ...]:
-        found = _Found(h_ND, task)
-        for part, _, chunk in task.chunks(
-            h_ND, task.weights(weight_VD, bias_V), use_reference=True
-        ):
+        found = task.room(h_ND)
+        for part, _, chunk in task.chunks(h_ND, weight_VD, bias_V):
             known = chunk.measure()
             chunk.finish(known, None)
             found.put(part, known)
         ctx.task = task
-        ctx.save_for_backward(h_ND, weight_VD, bias_V, *found.tensors())
+        ctx.save_for_backward(h_ND, weight_VD, bias_V, *found.tensors)
         ctx.set_materialize_grads(False)
         if task.entropy_grad:
             constant = []
@@ -314,22 +320,18 @@ class _RecomputeHead(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, *others: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        h_ND, weight_VD, bias_V, logprobs, normaliser, entropy, divergence = ctx.saved_tensors
+        h_ND, weight_VD, bias_V, *tensors = ctx.saved_tensors
+        found = Distribution(*tensors)
         task: _Task = ctx.task
         grad_entropy = others[0] if task.entropy_grad else None
         grad_divergence = others[1] if task.divergence_grad else None
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(logprobs)
+            grad_logprobs = torch.zeros_like(found.logprobs)
         totals = _Totals(h_ND, weight_VD, bias_V, ctx.needs_input_grad, task)
         for part, h, chunk in task.chunks(
-            h_ND, task.weights(weight_VD, bias_V), use_reference=grad_divergence is not None
+            h_ND, weight_VD, bias_V, use_reference=grad_divergence is not None
         ):
-            known = Distribution(
-                logprobs[part],
-                normaliser[part],
-                entropy[part],
-                None if divergence is None else divergence[part],
-            )
+            known = found.at(part)
             gradients = Gradients(
                 grad_logprobs[part],
                 None if grad_entropy is None else grad_entropy[part],
@@ -341,26 +343,3 @@ class _RecomputeHead(torch.autograd.Function):
             chunk.finish(known, gradients, entropies=False)
             totals.add(part, h, chunk)
         return *totals.finished(), None
-
-
-class _Found:
-    """The numbers of all positions."""
-
-    def __init__(self, h_ND: Tensor, task: _Task) -> None:
-        wide = torch.promote_types(task.dtype, torch.float32)
-        self.logprobs, self.normaliser, self.entropy = (
-            h_ND.new_empty(len(h_ND), dtype=wide) for _ in range(3)
-        )
-        self.divergence = None if task.reference is None else torch.empty_like(self.entropy)
-
-    def put(self, part: slice, known: Distribution) -> None:
-        self.logprobs[part], self.normaliser[part], self.entropy[part] = (
-            known.logprobs,
-            known.log_normaliser,
-            known.entropy,
-        )
-        if self.divergence is not None and known.divergence is not None:
-            self.divergence[part] = known.divergence
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.logprobs, self.normaliser, self.entropy, self.divergence

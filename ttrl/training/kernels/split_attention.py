@@ -188,8 +188,9 @@ def _gathered(spans: list[Span]) -> Gathered:
     return Gathered(index.flatten(), len(starts), real, index.flatten()[real])
 
 
-def _kernel_dtype(dtype: torch.dtype, length: int, causal: bool) -> torch.dtype:
-    if dtype is torch.bfloat16 and causal and length < _BF16_FROM:
+def _kernel_dtype(dtype: torch.dtype, length: int) -> torch.dtype:
+    """Return the dtype of a causal part."""
+    if dtype is torch.bfloat16 and length < _BF16_FROM:
         return torch.float32
     return dtype
 
@@ -204,7 +205,7 @@ class _SplitAttention(torch.autograd.Function):
         out = new(q.shape, dtype=wide)
         lse = new(q.shape[:2], dtype=wide)
         for part in plan.causal:
-            dtype = _kernel_dtype(q.dtype, part.length, causal=True)
+            dtype = _kernel_dtype(q.dtype, part.length)
             part_out, part_lse = _forward_kernel(
                 *(part.take(x).to(dtype) for x in (q, k, v)), 0.0, True, scale=scale
             )
@@ -235,7 +236,7 @@ class _SplitAttention(torch.autograd.Function):
             new = torch.zeros_like
         grads = new(q), new(k), new(v)
         for part in ctx.plan.causal:
-            dtype = _kernel_dtype(q.dtype, part.length, causal=True)
+            dtype = _kernel_dtype(q.dtype, part.length)
             taken = [part.take(x).to(dtype) for x in (q, k, v, out)]
             if isinstance(part, Gathered):
                 grad = part.take_or_zero(grad_out)
