@@ -145,9 +145,7 @@ def take_steps(
             )
             if drift is None:
                 assert result.compared is not None
-                drift = compare_tokens(
-                    [step], *result.compared, (packed.num_rows, packed.seq_len), config, here
-                )
+                drift = compare_tokens([step], *result.compared, packed.labels.shape, config, here)
             if online is not None and online.is_due(stepper.global_step):
                 with watch.part("entropy"):
                     response = online.measure(step, now, scale)

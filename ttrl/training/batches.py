@@ -1,7 +1,6 @@
 """Divide packed rows into optimizer steps and this rank's microbatches."""
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from ttrl.data.packing.placement import balance
 from ttrl.errors import PackError
 from ttrl.training.counts import row_flops
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.parallel.distributed import Ranks, derived_generator
+from ttrl.training.parallel.distributed import Ranks, derived_generator, number_of
 from ttrl.training.policy.policy import Policy
 
 _MICROBATCH = (
@@ -46,6 +45,11 @@ class Update:
     """The reference model's hidden states at the trained positions of each row, [N, D] each; for
     the KL over the vocabulary.
     """
+
+    def only(self, rows: list[int]) -> "Update":
+        """Return the step with these of its rows, without signals."""
+        numbers = [self.numbers[row] for row in rows]
+        return dataclasses.replace(self, rows=self.rows.rows(rows), numbers=numbers, signals={})
 
     def backward(self, weighted_loss_N: Tensor) -> None:
         """Add the gradient of Σ weighted_loss / Z. FSDP averages gradients over the ranks; the
@@ -93,11 +97,7 @@ def sample_keys(samples: Sequence[PackedSample]) -> Tensor:
     """Return [S, 2]: a number for each sample's task and one for the sample, equal in all
     processes.
     """
-
-    def number(text: str) -> int:
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-
-    both = [[number(one.task_id), number(f"{one.task_id}\0{one.sample}")] for one in samples]
+    both = [[number_of(one.task_id), number_of(f"{one.task_id}\0{one.sample}")] for one in samples]
     return torch.tensor(both, dtype=torch.int64).reshape(-1, 2)
 
 

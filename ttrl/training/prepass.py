@@ -116,12 +116,12 @@ class Prepass:
         own = rewards and self._rewards is None
         if own or (len(self._steps) > 1 and self._config.start_of_all_rows):
             for step in self._steps:
-                step.signals |= self._own_signals(step)
+                step.signals |= self._signals(step, self._value_head)
             self.drift = self._compared([step.signals["start_logprobs"] for step in self._steps])
         # With dropout, the pass with a gradient computes another model than the sampler's.
         elif self._config.lora_dropout:
             self.drift = self._compared(
-                [self._own_signals(step, values=False)["start_logprobs"] for step in self._steps]
+                [self._signals(step)["start_logprobs"] for step in self._steps]
             )
         self._add_reference()
         if self._rewards is not None:
@@ -140,9 +140,8 @@ class Prepass:
         sampled = torch.cat(
             [step.rows.logprobs[chosen] for step, chosen in zip(self._steps, trained, strict=True)]
         )
-        gathered = self._here.gather(mine), self._here.gather(sampled)
-        shape = (self._packed.num_rows, self._packed.seq_len)
-        return compare_tokens(self._steps, *gathered, shape, self._config, self._here)
+        shape = self._packed.labels.shape
+        return compare_tokens(self._steps, mine, sampled, shape, self._config, self._here)
 
     def _compared_under(self, folder: str) -> SamplerTrainer:
         """Compare the tokens of the policy in `folder`, in rows of the first step, under its own
@@ -156,21 +155,16 @@ class Prepass:
         # The same on all ranks.
         count = min(-(-config.sampler_rows // here.world_size), step.rows.num_rows)
         chosen = sorted(judged.sum(dim=1).topk(count).indices.tolist())
-        part = dataclasses.replace(
-            step,
-            rows=step.rows.rows(chosen),
-            numbers=[step.numbers[row] for row in chosen],
-            signals={},
-        )
+        part = step.only(chosen)
         with as_policy_of(self._policy, config, folder):
             logprobs = self._signals(part)["start_logprobs"]
         # Tokens of others count as unknown.
         sampled = torch.where(judged, step.rows.logprobs, torch.nan)[chosen]
-        gathered = here.gather(logprobs[trained[chosen]]), here.gather(sampled[trained[chosen]])
         figures = compare_tokens(
             [part],
-            *gathered,
-            (self._packed.num_rows, self._packed.seq_len),
+            logprobs[trained[chosen]],
+            sampled[trained[chosen]],
+            self._packed.labels.shape,
             config,
             here,
             write=False,
@@ -189,7 +183,7 @@ class Prepass:
         if number == 0 and "start_logprobs" in step.signals:
             logprobs = step.signals["start_logprobs"]
         else:
-            logprobs = self._own_signals(step, values=False)["start_logprobs"]
+            logprobs = self._signals(step)["start_logprobs"]
         if objective.needs_start_logprobs:
             old = step.signals.get("start_logprobs", logprobs)
         else:
@@ -204,25 +198,22 @@ class Prepass:
         step.signals["chosen"] = torch.zeros_like(trained)
         step.signals["chosen"][trained] = torch.isin(own_keys, keys_N[chosen_N])
 
-    def _own_signals(self, step: Update, values: bool = True) -> dict[str, Tensor]:
-        return self._signals(step, self._value_head if values else None)
-
     def _signals(
         self, step: Update, head: ValueHead | None = None, part: str = "prepass"
     ) -> dict[str, Tensor]:
-        self._spent[part] += forward_work(
-            step.rows, self._policy.decoder.config, self._counted(part)
-        )
+        self._count(step, part)
         replays = part != "reference"  # another model chooses its own experts
         return row_signals(
             self._policy, step, self._config, self._here.device, head, replays=replays
         )
 
-    def _counted(self, part: str) -> TrainingConfig:
-        """Return the settings for counting passes: the reference is the base without adapters."""
+    def _count(self, step: Update, part: str, head: bool = True) -> None:
+        """Count a pass over the step's rows; the reference is the base without adapters."""
+        settings = self._config
         if part == "reference":
-            return dataclasses.replace(self._config, lora_rank=None)
-        return self._config
+            settings = dataclasses.replace(settings, lora_rank=None)
+        model = self._policy.decoder.config
+        self._spent[part] += forward_work(step.rows, model, settings, head=head)
 
     def _add_reference(self) -> None:
         estimates = any(objective.needs_reference for objective in self._objectives)
@@ -236,13 +227,7 @@ class Prepass:
                     signals = self._signals(step, part="reference")
                     step.rows.reference_logprobs = signals["start_logprobs"]
                 if whole:
-                    work = forward_work(
-                        step.rows,
-                        self._policy.decoder.config,
-                        self._counted("reference"),
-                        head=False,
-                    )
-                    self._spent["reference"] += work
+                    self._count(step, "reference", head=False)
                     step.reference_hidden = row_hidden(
                         self._policy, step, self._config, self._here.device
                     )
@@ -263,12 +248,7 @@ class Prepass:
         # The same on all ranks.
         count = min(-(-rows // (_WATCHED * here.world_size)), step.rows.num_rows)
         chosen = torch.linspace(0, step.rows.num_rows - 1, count).long().tolist()
-        part = dataclasses.replace(
-            step,
-            rows=step.rows.rows(chosen),
-            numbers=[step.numbers[row] for row in chosen],
-            signals={},
-        )
+        part = step.only(chosen)
         with as_reference(self._policy, config):
             measured = self._signals(part, part="reference")["start_logprobs"]
         step.rows.reference_logprobs = torch.full(step.rows.labels.shape, torch.nan)

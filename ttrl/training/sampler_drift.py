@@ -46,7 +46,7 @@ def compare_tokens(
     steps: Sequence[Update],
     logprobs: Tensor,
     sampled: Tensor,
-    packed_shape: tuple[int, int],
+    packed_shape: Sequence[int],
     config: GRPOConfig,
     here: Ranks,
     *,
@@ -55,9 +55,9 @@ def compare_tokens(
     """Compare sampler and trainer on the trained tokens of `steps`, this rank's parts of the
     optimizer steps, for train.jsonl.
 
-    logprobs, sampled: [N] of all ranks in their order (`Ranks.gather`), of the trained tokens of
-    these rows in row-major order. A collective; with `write` the first rank writes LOGPROBS_FILE
-    into `config.output_dir`.
+    logprobs, sampled: [N] of this rank, of the trained tokens of these rows in row-major order.
+    packed_shape: [P, T]. A collective; with `write` the first rank writes LOGPROBS_FILE into
+    `config.output_dir`.
 
     Returns, if any token has a log-probability from the sampler,
         mean, p999, max     of |difference| in nats
@@ -78,8 +78,9 @@ def compare_tokens(
     places, versions, positions = (
         here.gather(torch.cat([facts[i] for facts in mine])) for i in range(3)
     )
-    logprobs = logprobs.detach().float().cpu()
-    sampled = sampled.detach().float().cpu()
+    logprobs, sampled = (
+        here.gather(values.detach()).float().cpu() for values in (logprobs, sampled)
+    )
     assert len(places) == len(logprobs) == len(sampled)
     if config.drift_tolerance is not None:
         tolerance = config.drift_tolerance
@@ -201,8 +202,8 @@ def _number(value: Tensor) -> float | None:
     return None
 
 
-def _save(folder: Path, places: Tensor, logprobs: Tensor, shape: tuple[int, int]) -> None:
-    whole = torch.full(shape, torch.nan)
+def _save(folder: Path, places: Tensor, logprobs: Tensor, shape: Sequence[int]) -> None:
+    whole = torch.full(tuple(shape), torch.nan)
     whole.view(-1)[places] = logprobs
     with atomic_file(folder / LOGPROBS_FILE) as temporary:
         save_file({"logprobs": whole}, temporary)

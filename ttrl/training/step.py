@@ -37,22 +37,31 @@ from ttrl.training.train_log import TrainProgress
 
 TOKENS = ("trained_tokens", "row_tokens", "padding_tokens", "logical_tokens")
 # Facts reported as Σ w·fact / Z, as the loss is.
-_WEIGHTED = ("policy_loss", "kl_loss", "entropy_loss", "kl")
-# … as means over trained tokens.
-_SHARES = ("clipped_low", "clipped_high", "dual_clipped", "chosen", "correction", "capped")
+_WEIGHTED = ("loss", "policy_loss", "kl_loss", "entropy_loss", "value_loss", "kl")
+# … as means over trained tokens, with their names in train.jsonl.
+_SHARES = {
+    "clipped_low": "clip_fraction_low",
+    "clipped_high": "clip_fraction_high",
+    "dual_clipped": "dual_clip_fraction",
+    "chosen": "chosen_fraction",
+    "correction": "correction",
+    "capped": "capped_fraction",
+}
 
 
 @dataclass
 class StepResult:
-    """A step's results once its gradient is there; the same on all ranks but for `first_bad`."""
+    """A step's results once its gradient is there; the same on all ranks but for `compared`
+    and `first_bad`.
+    """
 
     sums: dict[str, float]
     """Over all tokens and ranks."""
     ratio: tuple[float, float]
     """The smallest and largest π/π_old."""
     compared: tuple[Tensor, Tensor] | None
-    """Log-probabilities of all trained tokens under the trainer and the sampler, [N] each; if they
-    were asked for.
+    """Log-probabilities of this rank's trained tokens under the trainer and the sampler, [N] each;
+    if they were asked for.
     """
     first_bad: str | None
     """The position of this rank's first non-finite loss."""
@@ -153,11 +162,14 @@ class GradientStep:
             **work_counts(step.rows, model, self._config, head_again=again, reference=reference)
         )
         sums.add(**dict.fromkeys(PARTS, 0.0) | dict(before or {}))
-        both = torch.cat(compared, dim=1) if compare else None
+        both = None
+        if compare:
+            mine, sampled = torch.cat(compared, dim=1)
+            both = (mine, sampled)
         return StepResult(
             sums.over_ranks(self._here),
             ratio.over_ranks(self._here),
-            None if both is None else (self._here.gather(both[0]), self._here.gather(both[1])),
+            both,
             finite.described(step.rows, step.numbers, size),
             None if self._pieces is None else self._pieces.finish(),
             None if parts is None else parts.share(self._here),
@@ -239,14 +251,8 @@ class GradientStep:
             )
             if self._config.watch_kl:  # of some rows only
                 sums.add(kl_weights=tokens.weights * ~torch.isnan(tokens.reference))
-        sums.add(loss=facts["loss"] * tokens.weights, entropy=out.entropy)
-        sums.add(
-            **{
-                name: facts[name] * tokens.weights
-                for name in (*_WEIGHTED, "value_loss")
-                if name in facts
-            }
-        )
+        sums.add(entropy=out.entropy)
+        sums.add(**{name: facts[name] * tokens.weights for name in _WEIGHTED if name in facts})
         sums.add(**{name: facts[name] for name in _SHARES if name in facts})
         ratio = facts["ratio"].double()
         sums.add(ratio=ratio, ratio_squared=ratio.square())
@@ -322,32 +328,17 @@ def step_metrics(result: StepResult, step: Update, taken: Taken) -> Step:
     """Return a step's line for train.jsonl, from sums over all ranks."""
     sums = result.sums
     tokens = max(sums["trained_tokens"], 1)
-
-    def over(whole: float, name: str) -> float | None:
-        return sums[name] / whole if name in sums else None
-
-    kl = over(step.normaliser, "kl")
+    means: dict[str, float | None] = {
+        name: sums[name] / step.normaliser for name in _WEIGHTED if name in sums
+    }
+    means |= {figure: sums[name] / tokens for name, figure in _SHARES.items() if name in sums}
     if "kl_weights" in sums:
-        kl = ratio(sums["kl"], sums["kl_weights"])
-    value_error = over(tokens, "value_error")
-    if value_error is not None:
-        value_error **= 0.5
+        means["kl"] = ratio(sums["kl"], sums["kl_weights"])
+    if "value_error" in sums:
+        means["value_error"] = (sums["value_error"] / tokens) ** 0.5
     line = Step(
-        loss=over(step.normaliser, "loss"),
-        policy_loss=over(step.normaliser, "policy_loss"),
-        kl_loss=over(step.normaliser, "kl_loss"),
-        entropy_loss=over(step.normaliser, "entropy_loss"),
-        value_loss=over(step.normaliser, "value_loss"),
-        kl=kl,
+        entropy=sums["entropy"] / tokens,
         kl_share=result.kl_share,
-        entropy=over(tokens, "entropy"),
-        clip_fraction_low=over(tokens, "clipped_low"),
-        clip_fraction_high=over(tokens, "clipped_high"),
-        dual_clip_fraction=over(tokens, "dual_clipped"),
-        chosen_fraction=over(tokens, "chosen"),
-        capped_fraction=over(tokens, "capped"),
-        correction=over(tokens, "correction"),
-        value_error=value_error,
         ratio_min=result.ratio[0],
         ratio_max=result.ratio[1],
         ess=effective_sample_size(sums["ratio"], sums["ratio_squared"], sums["trained_tokens"]),
@@ -355,4 +346,5 @@ def step_metrics(result: StepResult, step: Update, taken: Taken) -> Step:
         flops_by_part={name: sums["flops" if name == "training" else name] for name in PARTS},
         normaliser=step.normaliser,
     )
-    return line.replace(**taken._asdict(), **{name: int(sums[name]) for name in TOKENS})
+    counts = {name: int(sums[name]) for name in TOKENS}
+    return line.replace(**means, **counts, **taken._asdict())
