@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 
 from ttrl.messages import JsonObject
-from ttrl.rollouts.client.wire import FunctionDelta, ToolCallDelta
+from ttrl.rollouts.client.wire import FunctionDelta, ToolCallDelta, loads
 
 
 class LiveFunction:
@@ -83,23 +83,16 @@ def _continued(calls: Sequence[LiveToolCall], part: ToolCallDelta) -> LiveToolCa
     Parts of a call share its index, or have none. Of calls with the same index, other ids mean
     other calls, unless the part has only arguments: then the server makes up ids.
     """
-    if part.function is None:
-        name = None
-    else:
-        name = part.function.name
-    if part.function is None:
-        arguments = None
-    else:
-        arguments = part.function.arguments
+    function = part.function or FunctionDelta()
     same_index = [call for call in calls if part.index in (None, call.index)]
     found = next((call for call in same_index if part.id and call.id == part.id), None)
     if found is None and same_index:
         last = same_index[-1]
         may_get_id = last.id is None and part.index is not None
-        makes_up_ids = part.index is not None and bool(arguments) and not name
+        makes_up_ids = part.index is not None and bool(function.arguments) and not function.name
         if not part.id or may_get_id or makes_up_ids:
             found = last
-    if found is None or found.function.is_other(name):
+    if found is None or found.function.is_other(function.name):
         return None
     return found
 
@@ -125,7 +118,7 @@ def whole_arguments(pieces: Sequence[str]) -> str:
     if head is not None:
         return head
     grows = all(new.startswith(old) for old, new in itertools.pairwise(pieces))
-    if grows and not is_beginning and _object_in(pieces[-1]) is not None:
+    if grows and not is_beginning and isinstance(loads(pieces[-1]), dict):
         return pieces[-1]
     return text
 
@@ -143,16 +136,6 @@ def _before_repeats(text: str, pieces: Sequence[str]) -> str | None:
     if text[end:length].strip():
         return None
     repeats = [piece for piece in pieces[count:] if piece.strip()]
-    if all(_object_in(piece) == first for piece in repeats):
+    if all(loads(piece) == first for piece in repeats):
         return text[:length]
-    return None
-
-
-def _object_in(text: str) -> JsonObject | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(found, dict):
-        return found
     return None

@@ -451,7 +451,7 @@ def dumped(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes | str) -> Any:
     """Decode any JSON as Python reads it; return None if invalid."""
     try:
         return json.loads(data)
