@@ -24,7 +24,7 @@ from ttrl.errors import ModelFolderError, describe
 from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS, CANARY_FILE
 from ttrl.system.console import note
 from ttrl.system.files import digest, read_object
-from ttrl.system.weight_files import check_tied_head
+from ttrl.system.weight_files import check_tied_head, stored_tensors
 
 _HUB_SECONDS = 3.0
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -39,7 +39,6 @@ TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"
 _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py")
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_LONGEST_HEADER = 100_000_000  # of a safetensors file, by its definition
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 Templates = str | Mapping[str, str]
@@ -363,13 +362,9 @@ def stored_dtype(folder: Path) -> str | None:
     counts: Counter[str] = Counter()
     for path in weight_files(folder):
         try:
-            with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(length, _LONGEST_HEADER)))
-            for name, tensor in header.items():
-                if name != "__metadata__":
-                    counts[tensor["dtype"]] += math.prod(tensor["shape"])
-        except (OSError, ValueError, KeyError, TypeError):
+            for tensor in stored_tensors(path):
+                counts[tensor.dtype] += math.prod(tensor.shape)
+        except (OSError, ModelFolderError):
             return None
     return _STORED_DTYPES.get(max(counts, key=counts.__getitem__, default=""))
 
