@@ -10,9 +10,10 @@ ttrl can retry a stream broken at the server, because the agent has read none of
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -125,13 +126,13 @@ class Session:
             self._requests.discard(task)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        with _Kept(self):
+        with self._keeping_failures():
             body = await read_json(request)
         path = request.path.removeprefix("/v1")
         name = body.get("model", MODEL)
         if isinstance(name, str) and (other := self._beside.get(name)) is not None:
             return await _passed_on(other, path, body)
-        with _Kept(self):
+        with self._keeping_failures():
             api = APIS[path]
             own = self._chat.params
             check_parameters(body, own, self._ignore, api.FREE, api.NEUTRAL, self._names)
@@ -166,6 +167,21 @@ class Session:
             await asyncio.shield(self.written)
         return web.json_response({"reward": self.reward.reward})
 
+    @contextlib.contextmanager
+    def _keeping_failures(self) -> Iterator[None]:
+        """Keep the first failure of the session's requests; limits are no failures."""
+        try:
+            yield
+        except RolloutLimitError:
+            raise
+        except (ServerError, RolloutError) as error:
+            self.failure = self.failure or error
+            raise
+        except Exception as error:
+            refused = RolloutError(f"{self._place}: the agent's request was refused: {error}")
+            self.failure = self.failure or refused
+            raise
+
     async def _ask(self, asked: Asked) -> tuple[Message, Any]:
         """Return the policy's message and choice."""
         chat = self._chat.copy(asked.messages)
@@ -183,25 +199,3 @@ async def _passed_on(transport: Transport, path: str, body: Mapping[str, Any]) -
         return web.Response(
             body=b"".join([part async for part in parts]), content_type="text/event-stream"
         )
-
-
-class _Kept:
-    """Record the first failure of a session's requests; limits are no failures."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        session = self.session
-        if isinstance(error, Exception) and not isinstance(error, RolloutLimitError):
-            if isinstance(error, ServerError | RolloutError):
-                own = error
-            else:
-                own = None
-            refused = RolloutError(f"{session._place}: the agent's request was refused: {error}")
-            session.failure = session.failure or own or refused
