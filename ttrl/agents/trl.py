@@ -193,29 +193,28 @@ class TrlGrader:
             function(**self._arguments(function, choice, environment, metrics))
             for function in self.functions
         ]
-        weights = list(self.weights)
         names = [_name(function) for function in self.functions]
         if hasattr(environment, "get_reward"):
             outputs.append(environment.get_reward())
-            weights.append(1.0)
             names.append(type(environment).__name__)
         if any(map(inspect.isawaitable, outputs)):
-            return self._awaited(outputs, weights, names, metrics)
-        return self._sum(outputs, weights, names, metrics)
+            return self._awaited(outputs, names, metrics)
+        return self._sum(outputs, names, metrics)
 
     async def _awaited(
-        self, outputs: list[Any], weights: list[float], names: list[str], metrics: dict[str, float]
+        self, outputs: list[Any], names: list[str], metrics: dict[str, float]
     ) -> "GraderOutput":
         found = iter(await asyncio.gather(*filter(inspect.isawaitable, outputs)))
         known = [next(found) if inspect.isawaitable(output) else output for output in outputs]
-        return self._sum(known, weights, names, metrics)
+        return self._sum(known, names, metrics)
 
     def _sum(
-        self, outputs: list[Any], weights: list[float], names: list[str], metrics: dict[str, float]
+        self, outputs: list[Any], names: list[str], metrics: dict[str, float]
     ) -> "GraderOutput":
         total = 0.0
         known = False
-        for place, (output, weight, name) in enumerate(zip(outputs, weights, names, strict=True)):
+        weights = (*self.weights, 1.0)  # the last one is the environment's
+        for place, (output, weight, name) in enumerate(zip(outputs, weights, names)):
             if place < len(self.functions):
                 if (
                     not isinstance(output, Iterable)
