@@ -239,30 +239,29 @@ class _Held:
             self._stand_ins.append((module, key, _restored(original, module)))
             return
         if _is_transformed(original):
-            loaded: Any = materialize_meta_tensor(_restored(original, module))
-            loaded.fill_(math.nan)
-            self._stand_ins.append((module, key, loaded))
-            self._loaded[name] = parameter, loaded
+            self._loaded[name] = parameter, self._stand_in(module, key, original)
             return
         if packs_experts(module) and key.startswith(("w13_", "w2_")):
-            experts: Any = materialize_meta_tensor(_restored(original, module))
-            experts.fill_(math.nan)
-            self._stand_ins.append((module, key, experts))
-            self._experts.setdefault(name.removesuffix(f".{key}"), (module, {}))[1][key] = experts
+            experts = self._experts.setdefault(name.removesuffix(f".{key}"), (module, {}))[1]
+            experts[key] = self._stand_in(module, key, original)
             return
         is_packed = key == "weight" and hasattr(module, "cpu_linear")
         if is_packed and not parameter.numel():
-            stand_in: Any = materialize_meta_tensor(_restored(original, module))
-            parameter = stand_in
-            # Marks elements not filled by any tensor of the files.
-            parameter.fill_(math.nan)
-            self._stand_ins.append((module, key, parameter))
+            parameter = self._stand_in(module, key, original)
             self._gone.add(name)
         elif name in names:
             self._live[parameter.untyped_storage().data_ptr()] = name
             self._left[name] = parameter.numel()
         if is_packed:
             self._packed[name], self._expected[name] = module, parameter
+
+    def _stand_in(self, module: nn.Module, key: str, original: Tensor) -> nn.Parameter:
+        """Make a parameter to load in place of the layer's own."""
+        made: Any = materialize_meta_tensor(_restored(original, module))
+        made.fill_(math.nan)  # marks elements not filled by any tensor of the files
+        self._stand_ins.append((module, key, made))
+        parameter: nn.Parameter = made
+        return parameter
 
     @contextlib.contextmanager
     def in_place_of_what_is_packed(self) -> Iterator[None]:
