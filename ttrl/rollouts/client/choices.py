@@ -16,9 +16,10 @@ from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import ChatCompletion, Choice, ChoiceLogprobs
 
 from ttrl.errors import ServerError, TokenizationError
+from ttrl.facts import Facts, read_facts
 from ttrl.messages import JsonObject, Message
 from ttrl.records import Sample
-from ttrl.rollouts.client.wire import Answer, as_texts, dumped, is_ids, object_of, text_of
+from ttrl.rollouts.client.wire import Answer, as_texts, dumped, object_of, text_of
 from ttrl.text import is_number
 
 UNKNOWN_LOGPROB = -9999.0
@@ -42,15 +43,15 @@ class _Entry(msgspec.Struct):
     logprob: float = UNKNOWN_LOGPROB
 
 
-class _Entries(msgspec.Struct):
+class _Entries(Facts):
     content: list[_Entry] | None = None
 
 
-class _Message(msgspec.Struct):
+class _Message(Facts):
     content: str | list[Any] | None = None
 
 
-class _Read(msgspec.Struct):
+class _Read(Facts):
     """The fields of a choice kept in a sample."""
 
     message: _Message | None = None
@@ -159,26 +160,11 @@ def _read(answer: Answer, place: str) -> _Read:
         pass
     # NaN, halves of surrogate pairs, and values of wrong types.
     choice = _json(answer, place)
-    message = choice.get("message")
     logprobs = choice.get("logprobs")
-    ids = choice.get("token_ids")
-    content = text_of(object_of(message).get("content"))
-    if not isinstance(content, str):
-        content = None
-    reason = choice.get("finish_reason")
-    opening = choice.get("opening")
-    experts = choice.get("routed_experts")
-    entries = object_of(logprobs).get("content")
-    return _Read(
-        message=_Message(content) if isinstance(message, dict) else None,
-        finish_reason=reason if isinstance(reason, str) else None,
-        logprobs=_Entries([_Entry(_known(entry)) for entry in entries or ()])
-        if isinstance(logprobs, dict)
-        else None,
-        token_ids=ids if is_ids(ids) else None,
-        routed_experts=experts if isinstance(experts, str) else None,
-        opening=opening if isinstance(opening, str) else "",
-    )
+    if isinstance(logprobs, dict):
+        entries = [{"logprob": _known(entry)} for entry in logprobs.get("content") or ()]
+        choice["logprobs"] = {"content": entries}
+    return read_facts(_Read, choice)
 
 
 def _known(entry: Any) -> float:

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from ttrl.errors import RequestError
-from ttrl.text import is_number, one_line
+from ttrl.facts import Facts, read_facts
+from ttrl.text import one_line
 
 _NO_RAW = msgspec.Raw()
 _NOTHING = (b"", b"null")
@@ -225,14 +226,14 @@ def _leniently(data: bytes, place: str) -> Chunk:
 # A whole response.
 
 
-class _Response(msgspec.Struct):
+class _Response(Facts):
     choices: list[msgspec.Raw] | None = None
-    id: Any = None
-    created: Any = None
-    model: Any = None
+    id: str | None = None
+    created: float | None = None
+    model: str | None = None
     usage: Any = None
-    prompt_token_ids: Any = None
-    prompt_text: Any = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
     error: Any = None
 
 
@@ -273,10 +274,7 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
             "malformed",
         )
     usage = read_usage(response.usage)
-    if is_ids(response.prompt_token_ids):
-        prompt = response.prompt_token_ids
-    else:
-        prompt = None
+    prompt = response.prompt_token_ids
     prompt_tokens = usage.prompt_tokens
     if prompt_tokens is None and prompt is not None:
         prompt_tokens = len(prompt)
@@ -287,14 +285,14 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
         answers.append(
             Answer(
                 raw,
-                completion_id=response.id if isinstance(response.id, str) else "",
-                created=int(response.created) if is_number(response.created) else 0,
-                model=response.model if isinstance(response.model, str) else "",
+                completion_id=response.id or "",
+                created=int(response.created or 0),
+                model=response.model or "",
                 prompt_token_ids=prompt,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=tokens,
-                prompt_text=response.prompt_text if isinstance(response.prompt_text, str) else None,
+                prompt_text=response.prompt_text,
             )
         )
     return in_order(answers, [index for index, _ in counted], n)
@@ -339,11 +337,11 @@ def _response(data: bytes, place: str) -> _Response:
             f"{place}: the server answered {one_line(obj)}, not a chat completion",
             "malformed",
         )
-    choices = obj.get("choices")
-    obj["choices"] = (
-        [msgspec.Raw(dumped(choice)) for choice in choices] if isinstance(choices, list) else None
-    )
-    return _Response(**{name: obj.get(name) for name in _Response.__struct_fields__})
+    choices = obj.pop("choices", None)
+    response = read_facts(_Response, obj)
+    if isinstance(choices, list):
+        return response.replace(choices=[msgspec.Raw(dumped(choice)) for choice in choices])
+    return response
 
 
 def _count(raw: bytes) -> tuple[Any, int | None]:
