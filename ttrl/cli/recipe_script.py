@@ -34,7 +34,7 @@ from ttrl.messages import text_of
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import validation_metric
 from ttrl.run_folder.reader import held_out_text
-from ttrl.server.model_folder import chat_template_of
+from ttrl.server.model_folder import chat_templates_of
 from ttrl.system.console import errors_in_lines, note, speak_in_lines
 from ttrl.system.files import atomic_folder, write_jsonl
 from ttrl.tasks.task import Grade, Task
@@ -335,7 +335,7 @@ def with_plain_template(model: str, folder: Path) -> Path:
     from ttrl.loop.train import local_model  # loads PyTorch
 
     source = local_model(model, chat_template=False)
-    if chat_template_of(source) is not None:
+    if chat_templates_of(source):
         return source
     if not folder.exists():
         with atomic_folder(folder) as temporary:

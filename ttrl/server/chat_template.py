@@ -18,7 +18,7 @@ from ttrl.errors import ModelFolderError, UserError
 from ttrl.server.model_folder import (
     NAMED_TEMPLATES,
     TEMPLATE_FILE,
-    chat_template_of,
+    chat_templates_of,
     local_folder,
     small_file,
 )
@@ -62,11 +62,7 @@ def is_with_mistral_tokenizer(model: str | os.PathLike[str]) -> bool:
 
 def template_digest(model: str | os.PathLike[str]) -> str:
     """Return SHA-256 of a model's default template, for a run to compare with a joined server's."""
-    found = chat_template_of(model) or ""
-    if isinstance(found, str):
-        default = found
-    else:
-        default = found.get("default", "")
+    default = chat_templates_of(model).get("default", "")
     return hashlib.sha256(default.encode()).hexdigest()
 
 

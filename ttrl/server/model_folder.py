@@ -41,9 +41,6 @@ _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", "
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
-Templates = str | Mapping[str, str]
-"""A template, or several by name, such as "default" and "tool_use"."""
-
 
 def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = True) -> Path | None:
     """Check `path` for config, weights, tokenizer and, unless told otherwise, a chat template.
@@ -240,8 +237,9 @@ def weights_digest(path: str | os.PathLike[str]) -> str:
     return total.hexdigest()
 
 
-def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
-    """Return the chat template of a model's files, as transformers chooses it; None without one.
+def chat_templates_of(model: str | os.PathLike[str]) -> Mapping[str, str]:
+    """Return the chat templates of a model's files by name, as transformers chooses them: the only
+    one is "default", others "tool_use" and the like. Return {} without one.
 
     Raises ModelFolderError for a file without text, and for templates that are neither a text nor a
     list of named texts.
@@ -253,14 +251,12 @@ def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
     for named in sorted(Path(model, NAMED_TEMPLATES).glob("*.jinja")):
         templates[named.stem] = _template_text(named)
     if templates:
-        if templates.keys() == {"default"}:
-            return templates["default"]
         return templates
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = json_file(model, name).get("chat_template")
         if found:
             return _templates_in(found, Path(model, name))
-    return None
+    return {}
 
 
 def _template_text(file: Path) -> str:
@@ -273,10 +269,10 @@ def _template_text(file: Path) -> str:
         ) from error
 
 
-def _templates_in(found: Any, file: Path) -> Templates:
+def _templates_in(found: Any, file: Path) -> Mapping[str, str]:
     """Return the templates in a JSON file's field."""
     if isinstance(found, str):
-        return found
+        return {"default": found}
     with contextlib.suppress(KeyError, TypeError):
         named = {row["name"]: row["template"] for row in found}
         if all(isinstance(text, str) for text in (*named, *named.values())):
@@ -387,20 +383,18 @@ def _tokenizer_problems(folder: Path, chat_template: bool) -> list[str]:
 def _template_problems(folder: Path) -> list[str]:
     """Say why no conversation can be written: no chat template, or one without messages."""
     try:
-        found = chat_template_of(folder)
+        found = chat_templates_of(folder)
     except ModelFolderError as error:
         return [str(error)]
-    if found is None:
+    if not found:
         return [
             "no chat template: neither chat_template.jinja nor chat_template in "
             "tokenizer_config.json; tasks are chat messages, so use an instruct model, or set "
             "chat_template to a file with a template"
         ]
-    if isinstance(found, str):
-        found = {"default": found}
     way_out = "put it right, or set chat_template to a file with a template"
     if "default" not in found:
-        names = ", ".join(sorted(found)) or "none"
+        names = ", ".join(sorted(found))
         return [f'no chat template is named "default" (there are: {names}); {way_out}']
     problems = []
     for name in sorted({"default", "tool_use"} & found.keys()):  # servers choose between these

@@ -23,7 +23,7 @@ from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.errors import ModelFolderError, TokenizationError
 from ttrl.messages import Message
 from ttrl.server.chat_template import is_with_mistral_tokenizer
-from ttrl.server.model_folder import Templates, chat_template_of, json_file, small_file
+from ttrl.server.model_folder import chat_templates_of, json_file, small_file
 
 AUTO = "auto"
 """As the name of a parser: the one matching the model."""
@@ -153,22 +153,25 @@ def parsers_of(model: str | os.PathLike[str], given: Mapping[str, Any] | None = 
         evidence = _Evidence.of(model)
     else:
         evidence = _Evidence()
-    arguments: dict[str, object] = {"enable-auto-tool-choice": True}
+    parser = None
     problem = None
     if switch is False or tools in _OFF:
-        arguments = {"tool-call-parser": None, "enable-auto-tool-choice": None}
         said = "tool calls: no parser, as set"
     elif tools != AUTO:
-        arguments["tool-call-parser"] = tools
+        parser = tools
         said = f"tool calls: vLLM's parser {tools!r}, as set"
     elif evidence.parser is not None:
-        arguments["tool-call-parser"] = evidence.parser
-        said = f"tool calls: vLLM's parser {evidence.parser!r}, by the model's chat template"
+        parser = evidence.parser
+        said = f"tool calls: vLLM's parser {parser!r}, by the model's chat template"
     else:
-        arguments = {"tool-call-parser": None, "enable-auto-tool-choice": None}
         said = f"tool calls: no parser, because {evidence.why}"
         said += "; requests with tools need tool_call_parser"
-    if switch is True and arguments["tool-call-parser"] is None:
+    # None drops an argument.
+    arguments: dict[str, object] = {
+        "tool-call-parser": parser,
+        "enable-auto-tool-choice": None if parser is None else True,
+    }
+    if switch is True and parser is None:
         problem = "enable_auto_tool_choice is true, but there is no tool_call_parser"
         if tools == AUTO:
             problem += f" for this model: {evidence.why}"
@@ -195,13 +198,12 @@ class _Evidence:
 
     @classmethod
     def of(cls, model: str | os.PathLike[str]) -> "_Evidence":
-        template = chat_template_of(model)
-        if template is None:
+        templates = chat_templates_of(model)
+        if not templates:
             return cls(why="its chat template cannot be read here")
-        source = _source(template)
-        thinking = _thinking(model, source)
+        thinking = _thinking(model, "\n".join(templates.values()))
         try:
-            written = _written(_FilesOfTokenizer.of(model, template))
+            written = _written(_FilesOfTokenizer.of(model, templates))
         except (ModelFolderError, TokenizationError) as error:
             return cls(why=f"its chat template fails: {error}", thinking=thinking)
         if written is None:
@@ -225,12 +227,12 @@ class _Evidence:
 class _FilesOfTokenizer:
     """Hold the tokenizer fields a chat template needs, read without loading transformers."""
 
-    chat_template: Templates
+    chat_template: str | Mapping[str, str]
     name_or_path: str
     special_tokens_map: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: str | os.PathLike[str], template: Templates) -> "_FilesOfTokenizer":
+    def of(cls, model: str | os.PathLike[str], templates: Mapping[str, str]) -> "_FilesOfTokenizer":
         special = {}
         for name, value in json_file(model, "tokenizer_config.json").items():
             if isinstance(value, dict):
@@ -239,7 +241,9 @@ class _FilesOfTokenizer:
                 text = value
             if name.endswith("_token") and isinstance(text, str):
                 special[name] = text
-        return cls(template, os.fspath(model), special)
+        if templates.keys() == {"default"}:
+            return cls(templates["default"], os.fspath(model), special)
+        return cls(templates, os.fspath(model), special)
 
 
 def _written(tokenizer: _FilesOfTokenizer) -> str | None:
@@ -259,12 +263,6 @@ def _written(tokenizer: _FilesOfTokenizer) -> str | None:
         return prompt + template.render(template.prepared(messages), answer_next=False)
     except TokenizationError:
         return prompt
-
-
-def _source(template: Templates) -> str:
-    if isinstance(template, str):
-        return template
-    return "\n".join(template.values())
 
 
 def _thinking(model: str | os.PathLike[str], source: str) -> str | None:
