@@ -182,7 +182,7 @@ class OpenEnvRollout:
         ended = False
         tools = Tools(())
 
-        async def step(name: str, arguments: JsonObject) -> str:
+        async def step(name: str, /, **arguments: Any) -> str:
             nonlocal total, ended
             if ended:
                 raise ValueError("the environment is done")
@@ -201,17 +201,11 @@ class OpenEnvRollout:
                 result["data"] if isinstance(result, dict) and "data" in result else result
             )
 
-        def caller(name: str) -> Callable[..., Any]:
-            async def call(**arguments: Any) -> str:
-                return await step(name, arguments)
-
-            return call
-
         for tool in (await session.step({"type": "list_tools"}))[0].get("tools", []):
             name = tool["name"]
             parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
             described = tool_of(name, tool.get("description", ""), parameters)
-            tools.add(caller(name), described)
+            tools.add(functools.partial(step, name), described)
         if not tools.functions:
             raise session.failed("has no tools")
         try:
@@ -271,7 +265,7 @@ class _Session:
         if is_error and found.get("code") == "VALIDATION_ERROR":
             raise NoAction(
                 "; ".join(
-                    f"{_dotted(one.get('loc'))}: {one.get('msg')}"
+                    f"{'.'.join(map(str, one.get('loc') or ()))}: {one.get('msg')}"
                     for one in found.get("errors", [])
                 )
             )
@@ -281,10 +275,6 @@ class _Session:
 
     def failed(self, what: str) -> RolloutError:
         return RolloutError(f"{self._where} {what}")
-
-
-def _dotted(place: Any) -> str:
-    return ".".join(map(str, place or ()))
 
 
 class _Busy(Exception):  # noqa: N818 - it is waited for
