@@ -93,20 +93,15 @@ def _is_of(row: Mapping[str, Any], split: str) -> bool:
 
 def _messages(row: Mapping[str, Any]) -> list[Message]:
     """Return the known start of a task's conversation."""
-    if row["prompt"] is not None:
-        prompt = row["prompt"]
-    else:
+    prompt = row["prompt"]
+    if prompt is None:
         prompt = "(the environment begins the conversation)"
-    if row["system_prompt"]:
-        system = [{"role": "system", "content": row["system_prompt"]}]
-    else:
-        system = []
     if isinstance(prompt, str):
-        given = question(prompt)
-    else:
-        given = prompt
-    if not isinstance(given, list):
+        prompt = question(prompt)
+    if not isinstance(prompt, list):
         raise TaskError(
             f"verifiers: a prompt is {short(prompt, 80)}; it must be a text or a list of messages"
         )
-    return [*system, *given]
+    if row["system_prompt"]:
+        return [{"role": "system", "content": row["system_prompt"]}, *prompt]
+    return prompt
