@@ -95,18 +95,17 @@ and does not report this limit.
 _FIRST_QUEUE = 256
 
 
+@dataclass(eq=False, slots=True)
 class Load:
     """One request in flight, as its server's room counts it."""
 
-    __slots__ = ("began", "chars", "max_tokens", "n")
-
-    def __init__(self, chars: int, n: int, max_tokens: int | None) -> None:
-        """Size a request of `n` samples by the characters of its prompt."""
-        self.chars = chars
-        self.n = n
-        self.max_tokens = max_tokens
-        self.began = 0.0
-        """On the server's clock of tokens, see `ServerRoom`."""
+    chars: int
+    """Characters of its prompt."""
+    n: int
+    """Samples."""
+    max_tokens: int | None
+    began: float = 0.0
+    """On the server's clock of tokens, see `ServerRoom`."""
 
 
 class ServerRoom:

@@ -70,13 +70,10 @@ class Size(NamedTuple):
         )
 
 
-class _Waiter:
-    __slots__ = ("affinity", "lease", "load")
-
-    def __init__(self, lease: "asyncio.Future[Lease]", load: Load, affinity: Hashable) -> None:
-        self.lease = lease
-        self.load = load
-        self.affinity = affinity
+class _Waiter(NamedTuple):
+    lease: "asyncio.Future[Lease]"
+    load: Load
+    affinity: Hashable
 
 
 class Servers:
