@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from ttrl.errors import RolloutError, RolloutLimitError, TaskError
 from ttrl.messages import with_text_added
-from ttrl.tasks.answers import after_thinking, find_tagged, last_line, reply_text
+from ttrl.tasks.answers import after_thinking, find_tagged, last_line, latest, reply_text
 from ttrl.tasks.task import Chat, RolloutLimits, Task, question
 from ttrl.text import is_number, short
 
@@ -24,8 +24,10 @@ MakeEnvironment: TypeAlias = Callable[[], Any]
 def tagged_or_last_line(text: str) -> str:
     """Return the action in a reply's last `<answer>` tags, or its last line, after any thinking."""
     text = after_thinking(text)
-    place = find_tagged(text)
-    return (text[place[0] : place[1]] if place is not None else last_line(text)).strip()
+    part = latest(text, find_tagged(text))
+    if part is None:
+        part = last_line(text)
+    return part.strip()
 
 
 def gym_tasks(
@@ -99,9 +101,8 @@ class Game:
 
     async def play(self, chat: Chat, environment: Any) -> tuple[float, dict[str, float]]:
         """Return the sum of the rewards, and metrics."""
-        observation, _ = self._parts(
-            await _called(environment.reset, seed=self.seed, options=self.options), 2
-        )
+        found = await _called(environment.reset, seed=self.seed, options=self.options)
+        observation, _ = self._parts("reset", found, ("observation", "info"))
         show(chat, self.observe(observation))
         total = 0.0
         steps = 0
@@ -127,7 +128,9 @@ class Game:
                 invalid = invalid + 1
                 told = f"That is no action: {error}"
                 continue
-            observation, reward, terminated, truncated, _ = self._parts(found, 5)
+            observation, reward, terminated, truncated, _ = self._parts(
+                "step", found, ("observation", "reward", "terminated", "truncated", "info")
+            )
             if not is_number(reward):
                 raise RolloutError(
                     f"environment {self.name}: step returned the reward {reward!r}; it must return "
@@ -139,16 +142,11 @@ class Game:
             ended = bool(terminated) or bool(truncated)
         return total, {"steps": steps, "invalid": invalid, "ended": float(ended)}
 
-    def _parts(self, found: Any, count: int) -> tuple[Any, ...]:
-        if not isinstance(found, tuple) or len(found) != count:
-            if count == 2:
-                names = "(observation, info)"
-            else:
-                names = "(observation, reward, terminated, truncated, info)"
-            method = "reset" if count == 2 else "step"
+    def _parts(self, method: str, found: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+        if not isinstance(found, tuple) or len(found) != len(names):
             raise RolloutError(
                 f"environment {self.name}: {method} returned {short(found, 80)}; Gymnasium's "
-                f"returns {names}"
+                f"returns ({', '.join(names)})"
             )
         return found
 
@@ -175,9 +173,13 @@ def show(chat: Chat, text: str) -> None:
 
 def seeds(split: str, n: int, seed: int) -> range:
     """Return `n` seeds of games: "train" draws them by `seed`, other splits are fixed."""
-    digest = hashlib.sha256(f"{split} {seed if split == 'train' else ''}".encode()).digest()
-    first = int.from_bytes(digest[:4], "big") >> 2
+    first = first_seed(f"{split} {seed if split == 'train' else ''}")
     return range(first, first + n)
+
+
+def first_seed(drawn_by: str) -> int:
+    """Return a seed of 30 bits, drawn by the digest of a text."""
+    return int.from_bytes(hashlib.sha256(drawn_by.encode()).digest()[:4], "big") >> 2
 
 
 async def _called(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

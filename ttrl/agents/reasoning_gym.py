@@ -24,8 +24,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from ttrl.agents.gym import first_seed
 from ttrl.errors import TaskError, describe
-from ttrl.tasks.answers import after_thinking, find_tagged, last_line, reply_text
+from ttrl.tasks.answers import after_thinking, find_tagged, last_line, latest, reply_text
 from ttrl.tasks.datasets import check_count, check_name
 from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import in_validation
@@ -89,20 +90,18 @@ class ReasoningGymGrader:
         grades the last line).
         """
         text = after_thinking(reply_text(choice))
-        place = find_tagged(text)
-        if place is not None:
-            score = self.score(text[place[0] : place[1]])
+        answer = latest(text, find_tagged(text))
+        if answer is not None:
+            score = self.score(answer)
+            best = score
         else:
             score = 0.0
+            best = self.score(last_line(text))
         exact = float(score >= 1.0)
-        if place is not None:
-            lenient = exact
-        else:
-            lenient = float(self.score(last_line(text)) >= 1.0)
         return score if self.partial else exact, {
             "exact": exact,
-            "answered": float(place is not None),
-            "lenient": lenient,
+            "answered": float(answer is not None),
+            "lenient": float(best >= 1.0),
         }
 
     def score(self, answer: str) -> float:
@@ -162,13 +161,7 @@ def get_reasoning_gym_tasks(
     family = name.replace("-", "_")
     text = _options(family, level, options)
     held_out = split == "validation"
-    first = (
-        int.from_bytes(
-            hashlib.sha256(f"{family} {split} {'' if held_out else seed}".encode()).digest()[:4],
-            "big",
-        )
-        >> 2
-    )
+    first = first_seed(f"{family} {split} {'' if held_out else seed}")
     tasks: dict[str, Task] = {}
     failure: Exception | None = None
     dataset = _dataset(family, text, first, 200 * n + 2000)

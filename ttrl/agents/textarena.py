@@ -14,7 +14,7 @@ from typing import Any
 from ttrl.agents.gym import Game, GymRollout, seeds
 from ttrl.errors import TaskError, describe
 from ttrl.messages import JsonObject
-from ttrl.tasks.answers import after_thinking, find_tagged
+from ttrl.tasks.answers import after_thinking, find_tagged, latest
 from ttrl.tasks.datasets import check_count
 from ttrl.tasks.task import RolloutLimits, Task, question
 
@@ -83,11 +83,12 @@ def read_move(text: str) -> str:
     games expect.
     """
     text = after_thinking(text)
-    place = find_tagged(text)
-    move = (text[place[0] : place[1]] if place is not None else text).strip()
+    move = latest(text, find_tagged(text))
+    if move is None:
+        move = text
     if "[" in move:
-        return move
-    return f"[{move}]"
+        return move.strip()
+    return f"[{move.strip()}]"
 
 
 class TextArenaGame:
