@@ -202,21 +202,18 @@ def play_inspect(order: Order, folder: Path) -> tuple[float, dict[str, float]]:
         api_key=os.environ["OPENAI_API_KEY"],
         stream=False,
     )
-    limits = {"turn_limit": order.turns, "token_limit": order.tokens}
-    options = {
-        "log_dir": str(folder / "logs"),
-        "log_format": "json",
-        "display": "none",
-        "score_display": False,
-    }
     (log,) = evaluate(
         load_task(order),
         model,
         sample_id=order.idx,
         epochs=1,
         max_retries=0,
-        **limits,
-        **options,
+        turn_limit=order.turns,
+        token_limit=order.tokens,
+        log_dir=str(folder / "logs"),
+        log_format="json",
+        display="none",
+        score_display=False,
     )
     error = log.error or next(
         (sample.error for sample in log.samples or [] if sample.error is not None), None

@@ -141,11 +141,6 @@ def answer(
     output = _items(message)
     is_cut = choice.finish_reason == "length"
     usage = choice.usage
-    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    details = {
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }
     begun = {
         "id": response_id,
         "object": "response",
@@ -172,7 +167,13 @@ def answer(
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": output,
-        "usage": {**counts, **details, "total_tokens": usage["total_tokens"]},
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
     }
     if not body.get("stream"):
         return whole, web.json_response(whole)
@@ -195,28 +196,44 @@ def _items(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     calls = message.get("tool_calls") or []
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if reasoning:
-        said = {"summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]}
-        items.append({"type": "reasoning", "id": _id("rs"), "status": "completed", **said})
+        items.append(
+            {
+                "type": "reasoning",
+                "id": _id("rs"),
+                "status": "completed",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": reasoning}],
+            }
+        )
     if content or not calls:
-        text: JsonObject = {
-            "type": "output_text",
-            "text": content or "",
-            "annotations": [],
-            "logprobs": [],
-        }
         items.append(
             {
                 "type": "message",
                 "id": _id("msg"),
                 "status": "completed",
                 "role": "assistant",
-                "content": [text],
+                "content": [
+                    {
+                        "type": "output_text",
+                        "text": content or "",
+                        "annotations": [],
+                        "logprobs": [],
+                    }
+                ],
             }
         )
     for call in calls:
         function = call["function"]
-        told = {"call_id": call["id"], "name": function["name"], "arguments": function["arguments"]}
-        items.append({"type": "function_call", "id": _id("fc"), "status": "completed", **told})
+        items.append(
+            {
+                "type": "function_call",
+                "id": _id("fc"),
+                "status": "completed",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": function["arguments"],
+            }
+        )
     return items
 
 
@@ -234,23 +251,25 @@ def _events(index: int, item: Mapping[str, Any]) -> Iterator[JsonObject]:
             **place,
             "delta": item["arguments"],
         }
-        done = {"name": item["name"], "arguments": item["arguments"]}
-        yield {"type": "response.function_call_arguments.done", **place, **done}
+        yield {
+            "type": "response.function_call_arguments.done",
+            **place,
+            "name": item["name"],
+            "arguments": item["arguments"],
+        }
     else:
         yield {
             "type": "response.output_item.added",
             "output_index": index,
             "item": {**item, "status": "in_progress", "content": []},
         }
+        kind = "response.output_text"
+        more: dict[str, list[object]] = {"logprobs": []}
         if item["type"] == "reasoning":
             kind = "response.reasoning_text"
-        else:
-            kind = "response.output_text"
+            more = {}
         for number, part in enumerate(item["content"]):
             here = {**place, "content_index": number}
-            more: dict[str, list[object]] = {}
-            if kind == "response.output_text":
-                more = {"logprobs": []}
             yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
             yield {"type": f"{kind}.delta", **here, "delta": part["text"], **more}
             yield {"type": f"{kind}.done", **here, "text": part["text"], **more}

@@ -246,12 +246,15 @@ def _logprobs_json(source: object) -> Any:
         return _loads(bytes(source))
     assert isinstance(source, list)
     content = [
-        {"token": "", "logprob": UNKNOWN_LOGPROB if value != value else value} for value in source
+        {
+            "token": "",
+            "logprob": UNKNOWN_LOGPROB if value != value else value,
+            "bytes": None,
+            "top_logprobs": [],
+        }
+        for value in source
     ]
-    return {
-        "content": [{**entry, "bytes": None, "top_logprobs": []} for entry in content],
-        "refusal": None,
-    }
+    return {"content": content, "refusal": None}
 
 
 def _loads(data: bytes) -> Any:

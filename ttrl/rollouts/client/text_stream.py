@@ -152,19 +152,16 @@ def chat_chunk(piece: Piece, first: int, text: str, logprobs: bool) -> Chunk:
 
 
 def _entries(piece: Piece, first: int = 0) -> list[JsonObject]:
-    pairs = zip(piece.tokens[first:], piece.logprobs[first:], strict=True)
-    return [_entry(*pair) for pair in pairs]
-
-
-def _entry(token: str, logprob: float) -> JsonObject:
-    """Return the log-probability of a token in the form of chat completions."""
-    value = logprob if logprob == logprob else UNKNOWN_LOGPROB  # JSON has no NaN
-    return {
-        "token": token,
-        "logprob": value,
-        "bytes": list(token.encode("utf-8", "replace")),
-        "top_logprobs": [],
-    }
+    """Return the log-probabilities from the token `first` on in the form of chat completions."""
+    return [
+        {
+            "token": token,
+            "logprob": logprob if logprob == logprob else UNKNOWN_LOGPROB,  # JSON has no NaN
+            "bytes": list(token.encode("utf-8", "replace")),
+            "top_logprobs": [],
+        }
+        for token, logprob in zip(piece.tokens[first:], piece.logprobs[first:], strict=True)
+    ]
 
 
 def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[int], None]) -> None:
