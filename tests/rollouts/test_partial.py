@@ -196,6 +196,7 @@ async def continue_answer(
         request=request,
         sample=sample,
         max_tokens=max_tokens,
+        number=sample.sample,
         count=on_tokens,
         cut=cut,
         on_chunk=on_chunk,

@@ -215,8 +215,8 @@ class ContinueAttempt(CountedAttempt):
     sample: Sample
     max_tokens: int | None
     """Limit on new tokens; None: as many as `request.max_tokens` and the model's context allow."""
-    number: int | None = None
-    """Distinguishes samples of equal tasks for seeds; None: the sample's own number."""
+    number: int
+    """Distinguishes samples of equal tasks for seeds."""
     on_chunk: OnChunk | None = None
     """Sees the kept part as one chunk, then every further one; its exceptions pass through."""
 
@@ -287,27 +287,27 @@ class _Continued:
         """Ask until the completion has ended or has `stop_at` tokens; `limit` is its own maximum
         length.
         """
-        if len(self.whole.token_ids) >= limit:
-            self.whole.finish_reason = "length"
-        if self.live is not None and self._show(self.whole, 0, self.whole.text):
-            self.whole.finish_reason = STOPPED_EARLY
+        whole = self.whole
+        if len(whole.token_ids) >= limit:
+            whole.finish_reason = "length"
+        if self.live is not None and self._show(whole, 0, whole.text):
+            whole.finish_reason = STOPPED_EARLY
         while (
-            self.whole.finish_reason is None
-            and len(self.whole.token_ids) < stop_at
+            whole.finish_reason is None
+            and len(whole.token_ids) < stop_at
             and not self.attempt.is_cut
         ):
             exact = await self._put_text_right()
-            if exact:
-                asked = stop_at - len(self.whole.token_ids)
-            else:
-                asked = min(stop_at - len(self.whole.token_ids), BRIDGE)
+            asked = stop_at - len(whole.token_ids)
+            if not exact:
+                asked = min(asked, BRIDGE)
             piece = await self._go_on(asked, exact)
             if (
-                self.whole.finish_reason == "length"
-                and len(self.whole.token_ids) < limit
+                whole.finish_reason == "length"
+                and len(whole.token_ids) < limit
                 and len(piece.token_ids) >= asked
             ):
-                self.whole.finish_reason = None  # the budget's end, not the completion's
+                whole.finish_reason = None  # the budget's end, not the completion's
 
     async def _go_on(self, max_tokens: int, exact: bool) -> Piece:
         """Make one request. Without `exact`, ignore its text and stop strings."""
@@ -382,10 +382,7 @@ class _Continued:
                 max(0, self.parameters["min_tokens"] - len(self.whole.token_ids)), max_tokens
             )
         if self.parameters.get("seed") is not None:
-            if self.attempt.number is None:
-                number = self.attempt.sample.sample
-            else:
-                number = self.attempt.number
+            number = self.attempt.number
             made_of = f"{self.parameters['seed']}/{number}/{self.prompt}/{self.whole.token_ids}"
             body["seed"] = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:7], "big")
         return body
@@ -427,28 +424,29 @@ class _Continued:
 
         had, before: tokens and text before the last request.
         """
+        whole = self.whole
         include = bool(self.parameters.get("include_stop_str_in_output"))
-        text = self.whole.text
-        if isinstance(self.whole.stop_reason, str) and not include:
-            text += self.whole.stop_reason  # found by the server
+        text = whole.text
+        if isinstance(whole.stop_reason, str) and not include:
+            text += whole.stop_reason  # found by the server
         first = _first_stop(text, self.stops, len(before))
         if first is None:
             return
         begin, end, string = first
-        if string == self.whole.stop_reason and end == len(text):
+        if string == whole.stop_reason and end == len(text):
             return  # the server's own
         count = had + 1
         while (
-            count < len(self.whole.token_ids)
-            and len(await self._shown(self.whole.token_ids[:count], before)) < end
+            count < len(whole.token_ids)
+            and len(await self._shown(whole.token_ids[:count], before)) < end
         ):
             count += 1
-        del self.whole.token_ids[count:]
-        del self.whole.tokens[count:]
-        del self.whole.logprobs[count:]
-        self.whole.text = text[: end if include else begin]
-        self.whole.finish_reason = "stop"
-        self.whole.stop_reason = string
+        del whole.token_ids[count:]
+        del whole.tokens[count:]
+        del whole.logprobs[count:]
+        whole.text = text[: end if include else begin]
+        whole.finish_reason = "stop"
+        whole.stop_reason = string
 
     def answer(self) -> Answer:
         """Return the completion so far."""
