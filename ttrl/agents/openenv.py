@@ -222,13 +222,13 @@ class OpenEnvRollout:
         }
 
 
+@dataclass
 class _Session:
     """Connect one rollout, with Gymnasium's methods."""
 
-    def __init__(self, where: str, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._where = where
-        self._socket = socket
-        self.begun: Mapping[str, Any] = {}
+    _where: str
+    _socket: aiohttp.ClientWebSocketResponse
+    begun: Mapping[str, Any] = field(default_factory=dict)
 
     async def reset(self, **_: Any) -> tuple[Any, JsonObject]:
         return self.begun["observation"], {}

@@ -82,20 +82,20 @@ async def get_divided_results(
         return await call.run()
 
 
+@dataclasses.dataclass(eq=False)
 class _Share:
     """One worker's part."""
 
-    def __init__(self, worker: Worker, request: SamplingRequest) -> None:
-        self.worker = worker
-        self.request = request
-        self.jobs: dict[int, Job] = {}
-        """Its open jobs, by position."""
-        self.opened = math.inf
-        """Start time of its current work."""
-        self.is_missed = False
-        """Whether its absence was logged."""
-        self.grading_seconds: dict[float, float] = {}
-        """By `opened`: a restarted worker counts from zero."""
+    worker: Worker
+    request: SamplingRequest
+    jobs: dict[int, Job] = dataclasses.field(default_factory=dict)
+    """Its open jobs, by position."""
+    opened: float = math.inf
+    """Start time of its current work."""
+    is_missed: bool = False
+    """Whether its absence was logged."""
+    grading_seconds: dict[float, float] = dataclasses.field(default_factory=dict)
+    """By `opened`: a restarted worker counts from zero."""
 
 
 class _Call:
