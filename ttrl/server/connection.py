@@ -197,8 +197,8 @@ class ServerConnection:
         self,
         method: str,
         path: str,
-        body: Any,
-        timeout: float,
+        body: Any = None,
+        timeout: float = 10.0,
         *,
         with_key: bool = True,
         headers: dict[str, str] | None = None,
@@ -287,7 +287,7 @@ class JoinedServer(ServerConnection):
             self.api_key = ""  # it must prove its knowledge of the key again
         problem: str | None = None
         try:
-            status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
+            status, _ = self._http("GET", "/health", with_key=False)
             if status >= 500:
                 problem = f"its engine is dead (/health answers {status})"
             else:
@@ -315,7 +315,7 @@ class JoinedServer(ServerConnection):
     def _prove(self) -> str | None:
         """Ask for a proof of the key, for a fresh random number; return the problem, or None."""
         number = secrets.token_hex(16)
-        _, text = self._http("GET", f"{PROOF_PATH}?{number}", None, 10.0, with_key=False)
+        _, text = self._http("GET", f"{PROOF_PATH}?{number}", with_key=False)
         try:
             answer = json.loads(text)
             name = str(answer["name"])

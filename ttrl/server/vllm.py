@@ -314,7 +314,7 @@ class VLLMServer(ServerConnection):
             raise ServerDiedError("the server is not running: it was never started, or was stopped")
         problem = None
         try:
-            status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
+            status, _ = self._http("GET", "/health", with_key=False)
             if status >= 500:
                 problem = f"the vLLM server's engine is dead (/health answers {status})"
         except ConnectionError:
@@ -436,13 +436,17 @@ class VLLMServer(ServerConnection):
             defaults["VLLM_RPC_BASE_PATH"] = str(self._private)  # vLLM leaves its sockets behind
         fence = self._private / "weights"
         fence.unlink(missing_ok=True)  # not synced yet
-        own = {"VLLM_SERVER_DEV_MODE": "1", KEY_VARIABLE: self.api_key, FENCE_VARIABLE: str(fence)}
-        own[TEMPLATE_VARIABLE] = template_digest(self.model_folder)
+        own = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            KEY_VARIABLE: self.api_key,
+            FENCE_VARIABLE: str(fence),
+            TEMPLATE_VARIABLE: template_digest(self.model_folder),
+            NAME_VARIABLE: f"{socket.gethostname()} {self.host}:{self.port}",
+        }
         if self.adapters_from is not None:
             own[ADAPTERS_VARIABLE] = json.dumps(
                 [self.adapters_from, str(self._private / "adapters"), os.fspath(self.model_folder)]
             )
-        own[NAME_VARIABLE] = f"{socket.gethostname()} {self.host}:{self.port}"
         return {**defaults, **given, **own}
 
     def _hold_port(self) -> int:
@@ -512,11 +516,11 @@ class VLLMServer(ServerConnection):
         """Return the problem with its answers, "ready" without one, None without answers. Only this
         user's processes can answer and receive the key: see `_hold_port`."""
         try:
-            if self._http("GET", "/health", None, 10.0, with_key=False)[0] != 200:
+            if self._http("GET", "/health", with_key=False)[0] != 200:
                 return "/health does not answer 200"
-            if self._http("GET", "/v1/models", None, 10.0)[0] != 200:
+            if self._http("GET", "/v1/models")[0] != 200:
                 return "it does not accept its key"
-            if self._http("GET", "/version", None, 10.0, with_key=False)[0] != 401:
+            if self._http("GET", "/version", with_key=False)[0] != 401:
                 return "it answers without a key"
         except OSError:
             return None
@@ -541,10 +545,7 @@ class VLLMServer(ServerConnection):
 
 def _bracketed(host: str) -> str:
     """Return the address as it appears in URLs; a wildcard address becomes the loopback one."""
-    if host in ("0.0.0.0", "::"):
-        if host == "0.0.0.0":
-            return HOST
-        return "[::1]"
+    host = {"0.0.0.0": HOST, "::": "::1"}.get(host, host)
     if ":" in host:
         return f"[{host}]"
     return host
