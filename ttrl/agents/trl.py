@@ -21,6 +21,7 @@ import inspect
 import itertools
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ def trl_tasks(
         raise TaskError(
             "no reward_funcs; give at least one function of (prompts, completions, **columns)"
         )
-    if _is_place(train_dataset):
+    if isinstance(train_dataset, str | os.PathLike):
         given = load_rows(train_dataset, dict, splits=(split,), config=config)
     else:
         given = train_dataset
@@ -121,6 +122,9 @@ def trl_tasks(
         if isinstance(prompt, list):
             prompt = messages_without_nulls(prompt)
             columns["prompt"] = prompt
+            messages = prompt
+        else:
+            messages = question(prompt)
         rewards = TrlGrader(tuple(functions), tuple(map(float, weights)), prompt, columns)
         rollout: Any = None
         if factories is not None:
@@ -147,10 +151,6 @@ def trl_tasks(
             mark = f"-{times[digest]}"
         else:
             mark = ""
-        if isinstance(prompt, str):
-            messages = question(prompt)
-        else:
-            messages = prompt
         grader = None if factories is not None else rewards
         tasks.append(
             Task(
@@ -179,10 +179,7 @@ class TrlGrader:
     prompt: str | list[Any]
     columns: Mapping[str, Any] = field(repr=False)
 
-    def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
-        return self.scored(choice)
-
-    def scored(
+    def __call__(
         self, choice: Choice, environment: Any = None
     ) -> "GraderOutput | Awaitable[GraderOutput]":
         """Return (reward, metrics), or an awaitable of it. Raises GraderError if no function
@@ -301,7 +298,7 @@ class EnvironmentRollout:
         choice = await tools.talk(chat)
         # Graders of rollouts get the messages here, too.
         choice.messages = chat.messages  # type: ignore[attr-defined]
-        output = self.rewards.scored(choice, environment)
+        output = self.rewards(choice, environment)
         if inspect.isawaitable(output):
             output = await output
         reward, metrics = output  # type: ignore[misc]
@@ -391,7 +388,3 @@ def _read(function: Mapping[str, Any]) -> Message:
         **function,
         "arguments": arguments if isinstance(arguments, dict) else function["arguments"],
     }
-
-
-def _is_place(given: Any) -> bool:
-    return isinstance(given, str) or hasattr(given, "__fspath__")
