@@ -8,13 +8,14 @@ expression in endless backtracking, still stops everything; only `isolated=True`
 """
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ttrl.errors import (
@@ -26,7 +27,7 @@ from ttrl.errors import (
     describe,
 )
 from ttrl.rollouts.graders.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
-from ttrl.system.tracing import span
+from ttrl.system.tracing import Span, span
 from ttrl.tasks.rewards import declared
 from ttrl.tasks.task import Grade, Grader, Task
 from ttrl.text import harmless, is_number, short
@@ -66,9 +67,7 @@ class _Thread:
         """End the thread after its current call, if any."""
         self._calls.put(None)
 
-    def start(
-        self, function: Callable[..., Any], args: tuple[Any, ...]
-    ) -> "asyncio.Future[CallOutcome]":
+    def start(self, function: Callable[..., Any], argument: Any) -> "asyncio.Future[CallOutcome]":
         loop = asyncio.get_running_loop()
         future: asyncio.Future[CallOutcome] = loop.create_future()
         context = contextvars.copy_context()
@@ -80,7 +79,7 @@ class _Thread:
         def call() -> None:
             outcome: CallOutcome
             try:
-                outcome = (context.run(function, *args), None)
+                outcome = (context.run(function, argument), None)
             except BaseException as error:  # noqa: BLE001
                 # Even sys.exit() in a grader costs only its sample.
                 outcome = (None, error)
@@ -110,14 +109,14 @@ class Threads:
         while self._idle:
             self._idle.pop().stop()
 
-    async def run(self, function: Callable[..., Any], *args: Any) -> CallOutcome:
+    async def run(self, function: Callable[..., Any], argument: Any) -> CallOutcome:
         """Call a function in a thread. Raises TookTooLong; waiting for a slot does not count."""
         async with self._slots:
             if self._idle:
                 worker = self._idle.pop()
             else:
                 worker = _Thread()
-            future = worker.start(function, args)
+            future = worker.start(function, argument)
             try:
                 # Not asyncio.timeout: if a busy loop checks the clock late, it discards a finished
                 # outcome.
@@ -235,10 +234,9 @@ class Graders:
             self._threads = None
         else:
             self._threads = Threads(GRADER_THREADS if size is None else size, timeout)
-        self._has_processes = isolated
 
     def __enter__(self) -> "Graders":
-        if self._has_processes:
+        if self._threads is None:
             self._processes.__enter__()
         return self
 
@@ -250,9 +248,6 @@ class Graders:
     def _runner_of(self, grader: Grader) -> IsolatedGraders | Threads:
         if self._threads is not None and not declared("isolated", grader):
             return self._threads
-        if not self._has_processes:
-            self._processes.__enter__()
-            self._has_processes = True
         return self._processes
 
     async def grade(self, task: Task, choice: "Choice", where: str) -> Grade:
@@ -262,15 +257,21 @@ class Graders:
         line), breaks a limit, or returns something other than a finite number.
         """
         assert task.grader is not None
-        began = time.monotonic()
-        name = _name(task.grader)
-        with span(f"grade {name}", {"gen_ai.evaluation.name": name}) as traced:
-            try:
-                grade = await self._runner_of(task.grader).grade(task.grader, choice, where)
-            finally:
-                self.seconds += time.monotonic() - began
+        with self._timed(task.grader) as traced:
+            grade = await self._runner_of(task.grader).grade(task.grader, choice, where)
             traced.set({"gen_ai.evaluation.score.value": grade.reward})
         return grade
+
+    @contextlib.contextmanager
+    def _timed(self, grader: Callable[..., Any]) -> Iterator[Span]:
+        """Trace a grade, and count its seconds."""
+        name = getattr(grader, "__qualname__", type(grader).__qualname__)
+        began = time.monotonic()
+        with span(f"grade {name}", {"gen_ai.evaluation.name": name}) as traced:
+            try:
+                yield traced
+            finally:
+                self.seconds += time.monotonic() - began
 
     async def grade_group(
         self, task: Task, choices: "list[Choice]", where: str
@@ -281,10 +282,7 @@ class Graders:
         grader = task.group_grader
         assert grader is not None
         seconds = self._timeout * len(choices)
-        began = time.monotonic()
-        name = _name(grader)
-        traced = span(f"grade {name}", {"gen_ai.evaluation.name": name})
-        with traced, Threads(1, seconds) as threads:
+        with self._timed(grader), Threads(1, seconds) as threads:
             try:
                 outputs, error = await threads.call(grader, choices)
             except TookTooLong:
@@ -292,8 +290,6 @@ class Graders:
                 raise GraderError(
                     f"{where}: {took}; make it faster or raise grader_timeout"
                 ) from None
-            finally:
-                self.seconds += time.monotonic() - began
         if isinstance(error, GraderError):
             raise GraderError(f"{where}: {error}") from error
         if error is not None:
@@ -313,11 +309,6 @@ class Graders:
             one if isinstance(one, GraderError) else Grade.of(one, where, who="group_grader")
             for one in outputs
         ]
-
-
-def _name(grader: Callable[..., Any]) -> str:
-    """Return the name of a grader's function or class."""
-    return str(getattr(grader, "__qualname__", type(grader).__qualname__))
 
 
 def _way_out(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 whole.
 """
 
+import contextlib
 import functools
 import importlib.machinery
 import io
@@ -90,15 +91,8 @@ def _find(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
     modules.
     """
     for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        try:
-            spec: importlib.machinery.ModuleSpec | None
-            if find is not None:
-                spec = find(name, path)
-            else:
-                spec = None
-        except Exception:  # noqa: BLE001 - a finder of somebody else's
-            spec = None
-        if spec is not None:
-            return spec
+        with contextlib.suppress(Exception):  # a finder of somebody else's
+            spec = finder.find_spec(name, path)
+            if spec is not None:
+                return spec
     return None
