@@ -6,6 +6,7 @@ wrote it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -157,21 +158,21 @@ class LiveMessage:
         return message
 
 
+@dataclass(eq=False)
 class LiveChoice:
     """One choice so far. `stopped_early` and `finish_reason` may be set by `on_chunk`."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.message = LiveMessage()
-        self.logprobs: LiveLogprobs | None = None
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.token_ids: list[int] | None = None
-        self.routed_experts: str | None = None
-        """Of all its tokens; it comes with the last chunk."""
-        self.stopped_early = False
-        self.tokens = 0
-        """Tokens received, if chunks can be counted; otherwise chunks with text."""
+    index: int
+    message: LiveMessage = field(default_factory=LiveMessage)
+    logprobs: LiveLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    routed_experts: str | None = None
+    """Of all its tokens; it comes with the last chunk."""
+    stopped_early: bool = False
+    tokens: int = 0
+    """Tokens received, if chunks can be counted; otherwise chunks with text."""
 
     def add(self, part: ChunkChoice) -> int:
         """Add a chunk's part and return its number of tokens."""
@@ -202,12 +203,12 @@ class LiveChoice:
 
     def json(self) -> bytes:
         """Return the choice in the form of an unstreamed answer."""
-        fields = {
+        fields: dict[str, object] = {
             "index": self.index,
             "message": self.message.json(),
             "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
         }
-        fields["stop_reason"] = self.stop_reason
         if self.token_ids is not None:
             fields["token_ids"] = self.token_ids
         if self.routed_experts is not None:

@@ -245,7 +245,7 @@ def _logprobs_json(source: object) -> Any:
     if isinstance(source, msgspec.Raw):
         return _loads(bytes(source))
     assert isinstance(source, list)
-    content = [
+    content: list[JsonObject] = [
         {
             "token": "",
             "logprob": UNKNOWN_LOGPROB if value != value else value,
