@@ -9,6 +9,7 @@ the server preempts, and rises while its cache has space. A server without a KV 
 
 import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 
 from ttrl.rollouts.scheduling.lengths import KnownLengths, Lengths
@@ -41,7 +42,7 @@ class Metrics:
 
 def read_metrics(text: str) -> Metrics | None:
     """Read Prometheus text of vLLM 0.32; return None without the size of a KV cache."""
-    sums: dict[str, float] = {}
+    sums: defaultdict[str, float] = defaultdict(float)
     capacity = block_size = blocks = 0.0
     usages: list[float] = []
     for name, labels, number in _LINE.findall(text):
@@ -55,7 +56,7 @@ def read_metrics(text: str) -> Metrics | None:
             elif name == "kv_cache_usage_perc":
                 usages.append(value)
             else:
-                sums[name] = sums.get(name, 0.0) + value
+                sums[name] += value
         except (KeyError, ValueError):  # "None" while it starts, or another program's metric
             continue
     # The tokens are per engine, and correct even if layers keep different numbers of them; older
@@ -66,11 +67,11 @@ def read_metrics(text: str) -> Metrics | None:
     return Metrics(
         capacity=capacity,
         block_size=block_size,
-        running=sums.get("num_requests_running", 0.0),
-        waiting=sums.get("num_requests_waiting", 0.0),
+        running=sums["num_requests_running"],
+        waiting=sums["num_requests_waiting"],
         usage=sum(usages) / len(usages) if usages else 0.0,
-        preemptions=sums.get("num_preemptions_total", 0.0),
-        generated=sums.get("generation_tokens_total", 0.0),
+        preemptions=sums["num_preemptions_total"],
+        generated=sums["generation_tokens_total"],
     )
 
 
