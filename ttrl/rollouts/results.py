@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TtrlError
-from ttrl.facts import RolloutStats
+from ttrl.facts import RolloutStats, ratio
 from ttrl.messages import JsonObject
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.progress import Prices
@@ -217,14 +217,14 @@ class TaskResults(Sequence[TaskResult]):
                 if sample.turns
                 for turn in sample.turns[1:]
             ),
-            mean_reward=sum(rewards) / len(rewards) if rewards else None,
+            mean_reward=ratio(sum(rewards), len(rewards)),
             metrics={name: sum(values) / len(values) for name, values in metrics.items()},
             partial_metrics={
                 name: len(values) for name, values in metrics.items() if len(values) < len(graded)
             },
             prompt_tokens=sum(u.prompt for u in usage),
             completion_tokens=sum(u.completion for u in usage),
-            mean_completion_tokens=completed_tokens / completed if completed else None,
+            mean_completion_tokens=ratio(completed_tokens, completed),
             new_prompt_tokens=new_prompt,
             new_completion_tokens=new_completion,
             prefix_cached_tokens=sum(u.prefix_cached for u in usage),
@@ -232,9 +232,7 @@ class TaskResults(Sequence[TaskResult]):
             finish_reasons=dict(Counter(present(s.finish_reason for s in samples)).most_common()),
             exceptions=dict(reasons.most_common()),
             seconds=self._seconds,
-            tokens_per_second=new_completion / self._seconds
-            if new_completion and self._seconds
-            else None,
+            tokens_per_second=ratio(new_completion or None, self._seconds),
             grading_seconds=self._grading_seconds,
         )
 

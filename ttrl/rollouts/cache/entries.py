@@ -203,7 +203,7 @@ def decode_entry(key: str, data: bytes) -> Entry:
     packed = data[match.end() :]
     if hashlib.sha256(packed).hexdigest().encode() != match[2]:
         raise DamagedEntry("damaged", "its checksum is wrong: bytes are missing or changed")
-    if int(match[1]) != ENTRY_SCHEMA or not match[1].startswith(b"%d" % ENTRY_SCHEMA):
+    if match[1] != b"%d" % ENTRY_SCHEMA:
         kind: Damage
         if int(match[1]) > ENTRY_SCHEMA:
             kind = "newer"
