@@ -16,7 +16,8 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from ttrl.data.chat.rendering import ChatTemplate
@@ -203,7 +204,7 @@ class _Evidence:
             return cls(why="its chat template cannot be read here")
         thinking = _thinking(model, "\n".join(templates.values()))
         try:
-            written = _written(_FilesOfTokenizer.of(model, templates))
+            written = _written(_tokenizer_of(model, templates))
         except (ModelFolderError, TokenizationError) as error:
             return cls(why=f"its chat template fails: {error}", thinking=thinking)
         if written is None:
@@ -223,30 +224,23 @@ class _Evidence:
         return cls(form.parser, thinking=thinking)
 
 
-@dataclass(frozen=True)
-class _FilesOfTokenizer:
-    """Hold the tokenizer fields a chat template needs, read without loading transformers."""
-
-    chat_template: str | Mapping[str, str]
-    name_or_path: str
-    special_tokens_map: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, model: str | os.PathLike[str], templates: Mapping[str, str]) -> "_FilesOfTokenizer":
-        special = {}
-        for name, value in json_file(model, "tokenizer_config.json").items():
-            if isinstance(value, dict):
-                text = value.get("content")
-            else:
-                text = value
-            if name.endswith("_token") and isinstance(text, str):
-                special[name] = text
-        if templates.keys() == {"default"}:
-            return cls(templates["default"], os.fspath(model), special)
-        return cls(templates, os.fspath(model), special)
+def _tokenizer_of(model: str | os.PathLike[str], templates: Mapping[str, str]) -> SimpleNamespace:
+    """Return the tokenizer fields a chat template needs, read without loading transformers."""
+    special = {}
+    for name, value in json_file(model, "tokenizer_config.json").items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if name.endswith("_token") and isinstance(value, str):
+            special[name] = value
+    template: object = templates
+    if templates.keys() == {"default"}:
+        template = templates["default"]
+    return SimpleNamespace(
+        chat_template=template, name_or_path=os.fspath(model), special_tokens_map=special
+    )
 
 
-def _written(tokenizer: _FilesOfTokenizer) -> str | None:
+def _written(tokenizer: SimpleNamespace) -> str | None:
     """Return a conversation with a tool and a call of it; None if it does not show the tool.
 
     For a template without calls: the prompt, perhaps with instructions for writing them. Raises
