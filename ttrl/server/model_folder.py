@@ -62,9 +62,11 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
         raise ModelFolderError(
             f"model folder {folder} is a file; give its folder, with config.json and the weights"
         )
-    base = base_of_adapter(folder)
+    source = folder
     weights = _weight_problems(folder)
+    base = base_of_adapter(folder)
     if weights and base is not None:
+        source = base
         weights = [
             f"its weights are an adapter to {base}: {problem}" for problem in _weight_problems(base)
         ]
@@ -75,8 +77,7 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
             + "\n".join(f"  - {problem}" for problem in problems)
         )
     if has_tied_head(_read_json(folder / "config.json")):
-        has_own = not _weight_problems(folder)
-        check_tied_head(weight_files(folder if base is None or has_own else base))
+        check_tied_head(weight_files(source))
     return folder
 
 
@@ -154,13 +155,13 @@ def local_folder(model: str, *, chat_template: bool = True) -> Path:
     folder = check_model_folder(model, chat_template=chat_template)
     if folder is None:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+        from huggingface_hub.errors import HFValidationError
 
         files = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
         offline = hub_is_out_of_reach()
         try:
             downloaded = snapshot_download(model, allow_patterns=files, local_files_only=offline)
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
+        except (HFValidationError, OSError) as error:
             if offline:
                 why = f"{NO_HUB}; give a model folder"
             else:
@@ -182,14 +183,14 @@ def small_file(model: str | os.PathLike[str], name: str) -> Path | None:
             return path
         return None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     offline = hub_is_out_of_reach()
     try:
         return Path(
             hf_hub_download(str(model), name, local_files_only=offline, etag_timeout=_HUB_SECONDS)
         )
-    except (HfHubHTTPError, HFValidationError, OSError):
+    except (HFValidationError, OSError):
         return None
 
 
@@ -222,10 +223,9 @@ def weights_digest(path: str | os.PathLike[str]) -> str:
     if folder is None:
         return f"hub:{os.fspath(path)}"
     total = hashlib.sha256()
+    alone = None
     if _weight_problems(folder):
         alone = base_of_adapter(folder)
-    else:
-        alone = None
     if alone is not None:
         total.update(weights_digest(alone).encode())
     for file in sorted(folder.rglob("*")):
