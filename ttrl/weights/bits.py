@@ -51,18 +51,14 @@ def check_bits(
     are none, or if an unfinished training has other settings now. Raises RunFolderError.
     """
     path = iteration.path / WEIGHTS_FILE
-    of = {name: value for name, value in recipe.items() if name not in _NO_BITS} | {
-        "processes": processes
-    }
+    of = {name: value for name, value in recipe.items() if name not in _NO_BITS}
+    of["processes"] = processes
     of["rows"] = iteration.files("pack").get("packed.safetensors")
     of = json.loads(json.dumps(of))  # lists, as they will be read
+    before = None
+    changed = []
     if path.is_file():
         before = read_object(path)
-    else:
-        before = None
-    if before is None:
-        changed = []
-    else:
         changed = _changed(before["of"], of)
     if before is None or (changed and not iteration.is_done("train")):
         write_json(path, {"of": of, "tensors": dict(tensors)})

@@ -56,7 +56,7 @@ def make_server(
     """
     if cpu is None:
         cpu = is_cpu_build()
-    extra: dict[str, object] = {}
+    extra: dict[str, Any] = {}
     if adapters:
         rank = lora_rank_there(model_folder, config.recipe_config({}).lora_rank or 1)
         extra["max_lora_rank"] = next(
@@ -66,14 +66,15 @@ def make_server(
         extra["enable_return_routed_experts"] = True
     if config.server_sleeps and not cpu:
         extra["enable_sleep_mode"] = True
+    extra.update(config.server)
+    max_model_len = extra.pop("max_model_len", None)
     return kind(
         model_folder,
         served_model_name=MODEL_NAME,
         log_path=log_path,
         dtype=served_dtype(config),
-        extra_args=extra
-        | {name: value for name, value in config.server.items() if name != "max_model_len"},
-        max_model_len=config.server.get("max_model_len"),
+        max_model_len=max_model_len,
+        extra_args=extra,
         seed=config.seed,
         env=env,
         serves_adapters=adapters,
