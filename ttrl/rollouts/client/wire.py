@@ -117,11 +117,11 @@ class ChunkChoice(msgspec.Struct):
         return self.decoded_logprobs
 
 
-class PromptDetails(msgspec.Struct):
+class PromptDetails(Facts):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class Usage(Facts):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     total_tokens: int | None = None
@@ -231,7 +231,7 @@ class _Response(Facts):
     id: str | None = None
     created: float | None = None
     model: str | None = None
-    usage: Any = None
+    usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
     prompt_text: str | None = None
     error: Any = None
@@ -273,7 +273,7 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
             f"{place}: the server returned {len(response.choices)} choices instead of {n}",
             "malformed",
         )
-    usage = read_usage(response.usage)
+    usage = response.usage or Usage()
     prompt = response.prompt_token_ids
     prompt_tokens = usage.prompt_tokens
     if prompt_tokens is None and prompt is not None:
@@ -305,7 +305,7 @@ def _fill_in(
     right.
     """
     unknown = sum(tokens is None for _, tokens in counted)
-    if unknown == 0 or total is None:
+    if unknown == 0 or total is None or total < 0:
         return counted
     left = max(total - sum(tokens or 0 for _, tokens in counted), 0)
     shares = iter([left // unknown + (k < left % unknown) for k in range(unknown)])
@@ -386,23 +386,6 @@ def in_order(answers: Sequence[Answer], indexes: Sequence[Any], n: int) -> list[
     if len(numbered) == len(answers) and all(0 <= index < n for index in numbered):
         return [numbered.get(k) for k in range(n)]
     return [answers[k] if k < len(answers) else None for k in range(n)]
-
-
-def read_usage(usage: Any) -> Usage:
-    """Return the valid parts of a usage."""
-    usage = object_of(usage)
-    cached = object_of(usage.get("prompt_tokens_details")).get("cached_tokens")
-    counts = {
-        name: _count_or_none(usage.get(name))
-        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
-    }
-    return Usage(**counts, prompt_tokens_details=PromptDetails(_count_or_none(cached)))
-
-
-def _count_or_none(value: Any) -> int | None:
-    if type(value) is int and value >= 0:
-        return value
-    return None
 
 
 def failure(error: Any, place: str) -> RequestError:
