@@ -103,9 +103,11 @@ class Servers:
             raise UserError(
                 f"max_downtime is {max_downtime!r}; give a number of seconds of at least 0"
             )
-        self._semaphore = concurrency if isinstance(concurrency, asyncio.Semaphore) else None
+        self._semaphore: asyncio.Semaphore | None = None
         self._most: int | None = None
-        if self._semaphore is None and concurrency is not None:
+        if isinstance(concurrency, asyncio.Semaphore):
+            self._semaphore = concurrency
+        elif concurrency is not None:
             if type(concurrency) is not int or concurrency < 1:
                 raise UserError(
                     f"concurrency is {concurrency!r}; give a number of requests of at least 1, "
@@ -233,17 +235,19 @@ class Servers:
                 lease.server.was_heard = True
                 raise _with_attempts(error, attempts + 1) from error
             others = self._others(lease.server)
-            is_out = await lease.server.failed(_copied(error, str(error)), has_others=others)
+            is_out = await lease.server.failed(_copied(error, str(error)), has_others=bool(others))
             # A server breaking off requests is soon the emptiest again.
             if others and affinity is not None:
-                self._last_served[affinity] = self._another(lease.server)
+                self._last_served[affinity] = random.choice(
+                    self._others(lease.server) or [lease.server]
+                )
             if is_out and moves < _MOST_MOVES:
                 moves += 1
                 continue
             attempts += 1
             if attempts > max_retries:
                 raise _with_attempts(error, attempts) from error
-            delay = self._delay(error, attempts, elsewhere=others)
+            delay = self._delay(error, attempts, elsewhere=bool(others))
             logger.debug("%s; trying again in %.1f s", error, delay)
             await asyncio.sleep(delay)
 
@@ -334,17 +338,10 @@ class Servers:
         last = self._last_served.get(affinity) if affinity is not None else None
         return self._emptiest.choose(load, asyncio.get_running_loop().time(), last, _AFFINITY_SLACK)
 
-    def _another(self, server: Server) -> Server:
-        """Return any other open server, or the same one if there is none by now."""
+    def _others(self, server: Server) -> list[Server]:
+        """Return the other open servers."""
         now = asyncio.get_running_loop().time()
-        return random.choice(
-            [other for other in self.servers if other is not server and other.is_open(now)]
-            or [server]
-        )
-
-    def _others(self, server: Server) -> bool:
-        now = asyncio.get_running_loop().time()
-        return any(other is not server and other.is_open(now) for other in self.servers)
+        return [other for other in self.servers if other is not server and other.is_open(now)]
 
     # When no server is left
 
