@@ -341,11 +341,7 @@ def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = No
     )
 
 
-def number_of(text: str) -> int:
-    """Return 64 bits of a text's hash, as a signed number; equal in all processes."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-
-
 def derived_generator(*parts: int | str) -> torch.Generator:
     """Return a random generator seeded only by its arguments, (seed, iteration, …)."""
-    return torch.Generator().manual_seed(number_of(repr(parts)))
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
