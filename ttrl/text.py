@@ -2,6 +2,7 @@
 for each nested value.
 """
 
+import hashlib
 import math
 import numbers
 import re
@@ -157,3 +158,8 @@ def flat(values: Mapping[str, Any], separator: str = ".") -> Mapping[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def number_of(text: str) -> int:
+    """Return 64 bits of a text's hash, as a signed number: equal in all processes."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)

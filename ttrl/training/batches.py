@@ -17,9 +17,10 @@ from ttrl.data.packing.packed import normaliser
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.packing.placement import balance
 from ttrl.errors import PackError
+from ttrl.text import number_of
 from ttrl.training.counts import row_flops
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.parallel.distributed import Ranks, derived_generator, number_of
+from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.policy.policy import Policy
 
 _MICROBATCH = (

@@ -7,13 +7,13 @@ without gradient; training the step in one microbatch or many, on one rank or se
 nothing. N: trained positions of the whole step, over all ranks.
 """
 
-import hashlib
 import math
 
 import torch
 from torch import Tensor
 
 from ttrl.data.packing.pack import PackedTensors
+from ttrl.text import number_of
 from ttrl.training.objective.losses import known_or_current, probability_ratio, silenced
 
 
@@ -27,7 +27,7 @@ def token_keys(rows: PackedTensors) -> Tensor:
         for one in rows.samples
     ]
     # The last one is for sample_ids of -1.
-    table_S = torch.tensor([*map(_number, texts), 0], dtype=torch.int64)
+    table_S = torch.tensor([*map(number_of, texts), 0], dtype=torch.int64)
     return _mixed(_mixed(table_S[rows.sample_ids] + rows.input_pos) + rows.labels)
 
 
@@ -63,7 +63,7 @@ def clip_cov_choice(
     low, high = covariance_bounds
     candidates_N = (covariance_N > low) & (covariance_N < high)
     candidates_N &= ~(clipped["clipped_low"] | clipped["clipped_high"]).cpu()
-    drawn_N = torch.argsort(_mixed(keys_N.cpu() ^ _number(f"seed {seed}")), stable=True)
+    drawn_N = torch.argsort(_mixed(keys_N.cpu() ^ number_of(f"seed {seed}")), stable=True)
     return _first(drawn_N[candidates_N[drawn_N]], covariance_share, candidates_N)
 
 
@@ -90,10 +90,6 @@ def _mean(values: Tensor) -> float:
     if len(values):
         return math.fsum(values.tolist()) / len(values)
     return 0.0
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
 def _mixed(values: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ process's file writes: servers may have the GPUs by then, and nothing must run t
 import contextlib
 import functools
 import gc
-import hashlib
 import itertools
 import logging
 import os
@@ -36,6 +35,7 @@ from ttrl.errors import ConfigError, TtrlError
 from ttrl.families.values import model_settings
 from ttrl.system.files import read_object
 from ttrl.system.memory_limit import memory_bytes
+from ttrl.text import number_of
 
 C = TypeVar("C", bound=TrainingConfig)
 
@@ -343,5 +343,4 @@ def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = No
 
 def derived_generator(*parts: int | str) -> torch.Generator:
     """Return a random generator seeded only by its arguments, (seed, iteration, …)."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    return torch.Generator().manual_seed(number_of(repr(parts)))
