@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import _TYPES
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -38,7 +37,20 @@ from ttrl.training.models.layouts import Layout, layout_of_class, prefixes_among
 _LAYER = re.compile(r"\.(\d+)\.")
 # In old files; the last two hold GPT-2's causal mask.
 _TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-DTYPES: Mapping[str, Any] = _TYPES
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 FILE_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
