@@ -8,6 +8,7 @@ import dataclasses
 import doctest
 import importlib
 import inspect
+import io
 import json
 import math
 import re
@@ -30,6 +31,7 @@ from transformers import AutoTokenizer
 import ttrl
 from ttrl import PackedTensors, TrainConfig, plan
 from ttrl.cli.commands import SUBCOMMANDS, main
+from ttrl.cli.recipe_script import script_arguments
 from ttrl.configs import GRPOConfig
 from ttrl.families.table import COMPOSITES, OWN_DECODERS
 from ttrl.ready_models import READY_MODELS
@@ -108,12 +110,15 @@ SETTINGS = {
 }
 
 
-# The options of scripts; `ttrl train SCRIPT` passes them on.
-SCRIPTS = set(
-    re.findall(
-        r'add_argument\(\s*"(--[a-z-]+)"', (ROOT / "ttrl/cli/recipe_script.py").read_text("utf-8")
-    )
-)
+def options_of_scripts() -> set[str]:
+    """Return the options of recipes; `ttrl train SCRIPT` passes them on."""
+    given: dict[str, Any] = {"run": "r", "iterations": 1, "model": "m", "presets": {"one": {}}}
+    with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit):
+        script_arguments(None, **given, argv=["--help"])
+    return set(re.findall(r"--[a-z-]+", said.getvalue()))
+
+
+SCRIPTS = options_of_scripts()
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:

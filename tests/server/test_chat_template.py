@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from ttrl.errors import ModelFolderError, UserError, WeightSyncError
 from ttrl.server import auth
 from ttrl.server.chat_template import (
-    chat_template_of,
     is_with_mistral_tokenizer,
     read_chat_template,
     template_digest,
@@ -21,7 +20,7 @@ from ttrl.server.chat_template import (
     with_chat_template,
 )
 from ttrl.server.connection import JoinedServer
-from ttrl.server.model_folder import weights_digest
+from ttrl.server.model_folder import chat_templates_of, weights_digest
 from ttrl.server.sites import base_digests
 
 PLAIN = "{{ bos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}"
@@ -155,14 +154,14 @@ def test_a_model_may_have_several_templates(tmp_path: Path) -> None:
     named = {"default": PLAIN, "tool_use": PLAIN + "{{ tools }}"}
     rows = [{"name": name, "template": text} for name, text in named.items()]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": rows}))
-    assert chat_template_of(tmp_path) == named
+    assert chat_templates_of(tmp_path) == named
     digest = template_digest(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": PLAIN}))
     assert template_digest(tmp_path) == digest
     (tmp_path / "chat_template.jinja").write_text(PLAIN)
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
-    assert chat_template_of(tmp_path) == named
+    assert chat_templates_of(tmp_path) == named
     assert template_digest(tmp_path) == digest
 
 
@@ -189,4 +188,4 @@ def test_a_damaged_copy_of_a_model_is_made_again(tiny_model: Path, tmp_path: Pat
 
 def test_a_model_on_a_hub_that_cannot_be_reached_has_no_known_template(no_hub: None) -> None:
     assert not is_with_mistral_tokenizer("org/name")
-    assert chat_template_of("org/name") is None
+    assert chat_templates_of("org/name") == {}
