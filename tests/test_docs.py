@@ -112,9 +112,9 @@ SETTINGS = {
 
 def options_of_scripts() -> set[str]:
     """Return the options of recipes; `ttrl train SCRIPT` passes them on."""
-    given: dict[str, Any] = {"run": "r", "iterations": 1, "model": "m", "presets": {"one": {}}}
+    given: dict[str, Any] = {"run": "r", "iterations": 1, "model": "m", "data": ""}
     with contextlib.redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit):
-        script_arguments(None, **given, argv=["--help"])
+        script_arguments(None, **given, presets={"one": {}}, argv=["--help"])
     return set(re.findall(r"--[a-z-]+", said.getvalue()))
 
 
