@@ -99,6 +99,12 @@ def test_a_wrong_family(site: Path, code: str) -> None:
             sys.modules.pop(name, None)
 
 
+def test_an_option_of_a_wrong_type_is_told(vowels: None) -> None:
+    spec = TaskSpec.parse("vowels").with_option("length", "three")
+    with pytest.raises(UserError, match=r"tasks failed: TypeError.*; check the types of its opt"):
+        spec.tasks(2)
+
+
 def test_the_names_of_other_packages_are_listed(
     vowels: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

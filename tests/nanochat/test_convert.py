@@ -309,6 +309,17 @@ def test_what_is_no_checkpoint_of_2026_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
+def test_what_lacks_a_file_of_a_checkpoint_is_refused(checkpoint, tmp_path):
+    with pytest.raises(UserError, match=r"holds no model_NNNNNN\.pt; give a folder"):
+        convert(tmp_path, tmp_path / "out")
+    (tmp_path / "weights.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"weights\.pt is not a checkpoint of nanochat"):
+        convert(tmp_path / "weights.pt", tmp_path / "out")
+    (tmp_path / "model_000001.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"meta_000001\.json is missing"):
+        convert(tmp_path, tmp_path / "out")
+
+
 def test_the_command(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["models", "convert", "nanochat", str(checkpoint)]) == 0
