@@ -11,8 +11,8 @@ protocol fails the sample. A tool's time limit is the rollout's `seconds`.
 import asyncio
 import contextlib
 import json
+import os
 import re
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,9 +184,18 @@ class _Connection:
         from mcp.shared.message import SessionMessage
         from mcp.types import jsonrpc_message_adapter
 
+        loop = asyncio.get_running_loop()
         with tempfile.TemporaryDirectory(prefix="ttrl-mcp-") as folder:
-            ours, its_own = socket.socketpair()
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_MESSAGE)
+            (stdin, to_child), (from_child, stdout) = os.pipe(), os.pipe()
+            reader = asyncio.StreamReader(LONGEST_MESSAGE)
+            readable, _ = await loop.connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(from_child, "rb")
+            )
+            writable, protocol = await loop.connect_write_pipe(
+                lambda: asyncio.StreamReaderProtocol(asyncio.StreamReader()),
+                os.fdopen(to_child, "wb"),
+            )
+            writer = asyncio.StreamWriter(writable, protocol, None, loop)
             put, said = anyio.create_memory_object_stream[Any](0)
             told, taken = anyio.create_memory_object_stream[Any](0)
 
@@ -218,15 +227,16 @@ class _Connection:
                         )
                         await writer.drain()
 
+            def started(_: object) -> None:
+                os.close(stdin)
+                os.close(stdout)
+
             environment = {**get_default_environment(), **self.server.env}
             self._child = child = ChildProcess(
-                command,
-                Path(folder, "server.log"),
-                environment,
-                pipes=(its_own.fileno(), its_own.fileno()),
+                command, Path(folder, "server.log"), environment, pipes=(stdin, stdout)
             )
             starting = asyncio.create_task(asyncio.to_thread(child.start))
-            starting.add_done_callback(lambda _: its_own.close())
+            starting.add_done_callback(started)
             tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
             try:  # no await between the start and here
                 await asyncio.shield(starting)
@@ -237,7 +247,8 @@ class _Connection:
                 await asyncio.wait(tasks)
                 for stream in (put, said, told, taken):
                     stream.close()
-                writer.close()
+                writable.close()
+                readable.close()
                 self._log = child.log_tail(10)
                 await asyncio.shield(end(child, starting))
 
